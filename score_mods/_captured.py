@@ -1,0 +1,189 @@
+"""What a factory captures: numbers and per-head tensors, in the form that FlexAttention takes.
+
+FlexAttention compiles a captured tensor once for every value it may hold. A captured Python float
+it specialises on the first time and fails on the second, so every number becomes a 0-d float64
+tensor here; a mod casts it to the dtype it computes in. A tensor that requires grad must have a
+head axis: FlexAttention before torch 2.14 cannot send a gradient to a 0-d tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Mod: TypeAlias = Callable[..., Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Tensor:
+    """The tensor to capture for a number or a per-head parameter.
+
+    Args:
+        name: the argument's name, for messages.
+        value: a finite number, or a floating tensor of shape `()` or `(H,)`; `(1,)` is shared by
+            all heads.
+        positive: whether a number, or a tensor that does not require grad, must be above zero.
+
+    Returns:
+        A 0-d float64 tensor for a number; `value` itself for a tensor.
+
+    Raises:
+        TypeError: if `value` is neither a number nor a floating tensor.
+        ValueError: if it has more than one axis, is a 0-d tensor that requires grad, is not finite
+            or not positive.
+    """
+    kind = "a positive number" if positive else "a number"
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be {kind} or a floating tensor, got dtype {value.dtype}")
+        if value.ndim > 1 or value.numel() == 0:
+            raise ValueError(f"{name} must have shape (H,), got {tuple(value.shape)}")
+        if value.requires_grad:
+            if value.ndim == 0:
+                raise ValueError(
+                    f"{name} must have shape (1,) (for all heads) or (H,), got a 0-d tensor that "
+                    "requires grad, which FlexAttention cannot train before torch 2.14"
+                )
+            return value
+        if torch.compiler.is_compiling():
+            return value
+        smallest, finite = value.detach().min().item(), bool(value.isfinite().all())
+        captured = value
+    else:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be {kind} or a tensor, got {type(value).__name__}")
+        smallest, finite = float(value), math.isfinite(value)
+        captured = torch.tensor(float(value), dtype=torch.float64)
+    if not finite or (positive and smallest <= 0):
+        raise ValueError(f"{name} must be {kind} (finite), got {value}")
+    return captured
+
+
+def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
+    """The captured `value` for head `h`, in `dtype`: itself if 0-d, `value[h]` if `(H,)`."""
+    if value.ndim == 0:
+        return value.to(dtype)
+    # One gather per tensor: FlexAttention compiles no second gather from a tensor that requires
+    # grad.
+    return value[h * 0 if value.shape[0] == 1 else h].to(dtype)
+
+
+def described(mod: F, name: str, *captured: Any) -> F:
+    """Give `mod` its name and the head count of what it captures, tensors or described mods.
+
+    Raises:
+        ValueError: if two of them are for different numbers of heads.
+    """
+    heads = set()
+    for item in captured:
+        if isinstance(item, Tensor):
+            heads |= {item.shape[0]} if item.ndim == 1 and item.shape[0] > 1 else set()
+        else:
+            heads |= {getattr(item, "num_heads", None) or 1} - {1}
+    if len(heads) > 1:
+        raise ValueError(
+            f"{name} must get parameters for one number of heads, got {sorted(heads)}"
+        )
+    mod.__name__ = name
+    mod.num_heads = heads.pop() if heads else None  # type: ignore[attr-defined]
+    return mod
+
+
+def number_of_arguments(mod: Callable[..., Any]) -> int:
+    """How many positional arguments without a default `mod` takes.
+
+    5 for a score_mod, 4 for a mask_mod: this is how FlexAttention tells them apart.
+    """
+    code = getattr(mod, "__code__", None)
+    if code is None:
+        raise TypeError(
+            f"a score_mod or mask_mod must be a plain function, got {type(mod).__name__}"
+        )
+    return code.co_argcount - len(getattr(mod, "__defaults__", None) or ())
+
+
+def is_mask_mod(mod: Callable[..., Any], name: str = "mod") -> bool:
+    """Whether `mod` is a mask_mod rather than a score_mod.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    count = number_of_arguments(mod)
+    if count not in (4, 5):
+        raise TypeError(
+            f"{name} must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod "
+            f"(b, h, q_idx, kv_idx), got a function of {count} arguments"
+        )
+    return count == 4
+
+
+_moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _tensor_on(value: Tensor, device: torch.device) -> Tensor:
+    if value.device == device:
+        return value
+    if value.requires_grad or value.is_inference():
+        return value.to(device)
+    version, device_before, copy = _moved.get(value, (None, None, None))
+    if version != value._version or device_before != device:
+        copy = value.to(device)
+        _moved[value] = (value._version, device, copy)
+    return copy
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return _tensor_on(value, device)
+    if isinstance(value, types.FunctionType):
+        return to_device(value, device)
+    if type(value) in (tuple, list):
+        items = [_on(item, device) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(items)
+    return value
+
+
+def to_device(mod: F, device: torch.device | str) -> F:
+    """The same score_mod or mask_mod with every tensor it captures on `device`, gradients kept.
+
+    `attention` and `dense_attention` do this by themselves; call it when you hand a mod to
+    `flex_attention` on a GPU, which refuses a captured tensor that lies elsewhere. Mods inside the
+    mod (as `compose` captures them), and tensors in a captured tuple or list, are followed; a
+    tensor already on `device` stays the same object, so that later in-place updates of it are
+    seen.
+
+    Args:
+        mod: a score_mod, mask_mod or other plain function.
+        device: where its tensors should be.
+
+    Returns:
+        `mod` itself if nothing had to move, else a copy of the function.
+    """
+    device = torch.empty(
+        0, device=device
+    ).device  # "cuda" names the current GPU, whose tensors say "cuda:0"
+    cells = mod.__closure__ or ()
+    contents = [cell.cell_contents for cell in cells]
+    moved = [_on(content, device) for content in contents]
+    if all(new is old for new, old in zip(moved, contents, strict=True)):
+        return mod
+    copy = types.FunctionType(
+        mod.__code__,
+        mod.__globals__,
+        mod.__name__,
+        mod.__defaults__,
+        tuple(types.CellType(content) for content in moved),
+    )
+    copy.__dict__.update(mod.__dict__)
+    copy.__kwdefaults__ = mod.__kwdefaults__
+    copy.__qualname__ = mod.__qualname__
+    copy.__module__ = mod.__module__
+    copy.__doc__ = mod.__doc__
+    return copy  # type: ignore[return-value]

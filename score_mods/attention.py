@@ -1,0 +1,170 @@
+"""Attention with a score_mod and a mask_mod: compiled FlexAttention, or the dense form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from score_mods._captured import Mod, is_mask_mod, to_device
+from score_mods.dense import dense_attention
+from score_mods.masks import create_block_mask
+
+# Torch counts the graphs of one function over all the score_mods and lengths of a process, and
+# stops compiling at 8.
+_GRAPHS = 1024
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None,
+    mask_mod: Mod | BlockMask | None,
+    enable_gqa: bool,
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating, got {x.dtype}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape (B, H, T, D), got {tuple(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have no empty axis, got {tuple(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, "
+                f"got {x.dtype} on {x.device}"
+            )
+    B, H, T_q, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k must have shape ({B}, H_kv, T, {D}) to fit q, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v must have shape ({B}, {k.shape[1]}, {k.shape[2]}, D_v) to fit k, "
+            f"got {tuple(v.shape)}"
+        )
+    if k.shape[1] != H and not enable_gqa:
+        raise ValueError(f"k must have q's {H} heads unless enable_gqa=True, got {k.shape[1]}")
+    if H % k.shape[1]:
+        raise ValueError(f"q's heads must be a multiple of k's, got {H} and {k.shape[1]}")
+    if score_mod is not None:
+        if is_mask_mod(score_mod, "score_mod"):
+            raise TypeError(
+                "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
+            )
+        heads = getattr(score_mod, "num_heads", None)
+        if heads not in (None, H):
+            raise ValueError(f"score_mod has parameters for {heads} heads, q has {H}")
+    if isinstance(mask_mod, BlockMask):
+        if mask_mod.seq_lengths != (T_q, k.shape[2]):
+            raise ValueError(
+                f"mask_mod must be for the lengths {(T_q, k.shape[2])}, "
+                f"got a BlockMask for {mask_mod.seq_lengths}"
+            )
+    elif mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
+        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    impl: str = "flex",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with a score_mod and a mask_mod, by compiled FlexAttention.
+
+    out = softmax(mask(score_mod(scale q kᵀ))) v. FlexAttention is compiled once and kept, without
+    torch's limit of eight score_mods in a process; inside a model that is being compiled, its
+    plain form joins the model's graph. The mask's blocks are cached and built without a T×T tensor
+    (`create_block_mask`). Tensors that a mod captures are moved to q's device.
+
+    Args:
+        q: queries, `(B, H, T_q, D)`.
+        k: keys, `(B, H_kv, T, D)`.
+        v: values, `(B, H_kv, T, D_v)`.
+        score_mod: a score_mod, or None.
+        mask_mod: a mask_mod, a BlockMask for these lengths, or None (every query sees every key).
+        scale: factor of the scores, 1/sqrt(D) if not given.
+        enable_gqa: allow H to be a multiple of H_kv.
+        return_lse: whether to return the rows' log-sum-exp too.
+        impl: "flex", or "dense" for `dense_attention`: any dtype, differentiable on a CPU, T²
+            memory.
+
+    Returns:
+        `(B, H, T_q, D_v)`, with `return_lse` also the natural log of each row's sum, `(B, H,
+        T_q)`. A row that sees no key gives 0 and -inf.
+
+    Raises:
+        TypeError: if an argument has the wrong type, or a mod the wrong number of arguments.
+        ValueError: if shapes, dtypes, devices or lengths do not fit, or if FlexAttention cannot do
+            this: gradients or lse on a CPU, float64, or head sizes below 16 on a GPU. The message
+            names the way that works.
+
+    >>> import score_mods
+    >>> q = k = v = torch.randn(1, 2, 8, 16)
+    >>> out = score_mods.attention(q, k, v, score_mods.scale_invariant(), score_mods.causal,
+        impl="dense")
+    >>> out.shape
+    torch.Size([1, 2, 8, 16])
+    """
+    if impl not in ("flex", "dense"):
+        raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+    _check(q, k, v, score_mod, mask_mod, enable_gqa)
+    if impl == "dense":
+        dense_mask = mask_mod.mask_mod if isinstance(mask_mod, BlockMask) else mask_mod
+        return dense_attention(q, k, v, score_mod, dense_mask, scale=scale, return_lse=return_lse)
+
+    if q.dtype == torch.float64:
+        raise ValueError('FlexAttention does not take float64; use impl="dense"')
+    if q.device.type == "cpu":
+        if return_lse:
+            raise ValueError('compiled FlexAttention gives no lse on a CPU; use impl="dense"')
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise ValueError(
+                'FlexAttention has no backward on a CPU; use impl="dense", or torch.no_grad()'
+            )
+        q, k, v = q.detach(), k.detach(), v.detach()
+    elif min(q.shape[3], v.shape[3]) < 16:
+        raise ValueError(
+            "FlexAttention takes head sizes of 16 and more on a GPU, "
+            f'got {q.shape[3]} and {v.shape[3]}; use impl="dense"'
+        )
+
+    compiling = torch.compiler.is_compiling()
+    if score_mod is not None and not compiling:
+        score_mod = to_device(score_mod, q.device)
+    if mask_mod is not None and not isinstance(mask_mod, BlockMask):
+        mask_mod = create_block_mask(
+            mask_mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device
+        )
+    options: dict[str, Any] = {
+        "score_mod": score_mod,
+        "block_mask": mask_mod,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "return_aux": AuxRequest(lse=True) if return_lse else None,
+    }
+    if compiling:
+        result = flex_attention(q, k, v, **options)
+    else:
+        with torch._dynamo.config.patch(
+            recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS
+        ):
+            result = _compiled()(q, k, v, **options)
+    return (result[0], result[1].lse) if return_lse else result

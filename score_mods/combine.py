@@ -1,0 +1,202 @@
+"""Combining score_mods and mask_mods: in sequence, at other positions, sparing some keys."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from score_mods._captured import Mod, described, is_mask_mod
+
+AnyMod = TypeVar("AnyMod", bound=Mod)
+
+
+def compose(*score_mods: Mod) -> Mod:
+    """Applies score_mods one after the other, from left to right.
+
+    s' = mods[-1](... mods[1](mods[0](s))). The usual order is temperature, softcap, bias or affine
+    change by distance.
+
+    Args:
+        score_mods: score_mods; none gives the identity.
+
+    Returns:
+        A score_mod.
+
+    Raises:
+        TypeError: if an argument is no score_mod.
+        ValueError: if two of them are for different numbers of heads.
+
+    >>> twice = lambda score, b, h, q_idx, kv_idx: 2 * score
+    >>> plus_one = lambda score, b, h, q_idx, kv_idx: score + 1
+    >>> compose(twice, plus_one)(3, 0, 0, 0, 0), compose(plus_one, twice)(3, 0, 0, 0, 0)
+    (7, 8)
+    """
+    for position, mod in enumerate(score_mods):
+        if is_mask_mod(mod, f"argument {position}"):
+            raise TypeError(
+                f"argument {position} of compose must be a score_mod, got a mask_mod; "
+                "combine mask_mods with and_masks or or_masks"
+            )
+
+    def composed_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        for mod in score_mods:
+            score = mod(score, b, h, q_idx, kv_idx)
+        return score
+
+    name = " then ".join(getattr(mod, "__name__", "score_mod") for mod in score_mods)
+    return described(composed_mod, name or "identity", *score_mods)
+
+
+def _offset(name: str, value: int | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.ndim or value.is_floating_point():
+            raise ValueError(
+                f"{name} must be an int or a 0-d integer tensor, "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{name} must be an int or a 0-d integer tensor, got {type(value).__name__}"
+        )
+    return torch.tensor(value)
+
+
+def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> AnyMod:
+    """Shifts the positions that a score_mod or mask_mod sees: decoding with a cache.
+
+    The mod is called with q_idx + q_offset and kv_idx + kv_offset. The last `T_q` of `T` positions
+    against the whole cache are `with_offset(mod, T - T_q)`.
+
+    Args:
+        mod: a score_mod or mask_mod.
+        q_offset: position of the first query, an int or a 0-d integer tensor. Neither is compiled
+            in; a tensor on the queries' device may be updated in place from token to token.
+        kv_offset: position of the first key, likewise.
+
+    Returns:
+        A mod of the same kind.
+
+    Raises:
+        TypeError: if `mod` is neither kind, or an offset has the wrong type.
+        ValueError: if an offset is no 0-d integer tensor.
+    """
+    q_shift, kv_shift = _offset("q_offset", q_offset), _offset("kv_offset", kv_offset)
+
+    if not is_mask_mod(mod):
+
+        def offset_score_mod(
+            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+        ) -> Tensor:
+            return mod(
+                score, b, h, q_idx + q_shift.to(q_idx.dtype), kv_idx + kv_shift.to(kv_idx.dtype)
+            )
+
+        return described(offset_score_mod, getattr(mod, "__name__", "score_mod"), mod)  # type: ignore[return-value]
+
+    def offset_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(b, h, q_idx + q_shift.to(q_idx.dtype), kv_idx + kv_shift.to(kv_idx.dtype))
+
+    # Blocks are cached, and a tensor can change after that: any block may then hold a visible key
+    # (see masks.py).
+    if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
+        offset_mask_mod.block_bounds = _any_block  # type: ignore[attr-defined]
+    elif hasattr(mod, "block_bounds"):
+        bounds = mod.block_bounds
+
+        def shifted_bounds(b, h, q_lo, q_hi, kv_lo, kv_hi):  # type: ignore[no-untyped-def]
+            return bounds(
+                b, h, q_lo + q_offset, q_hi + q_offset, kv_lo + kv_offset, kv_hi + kv_offset
+            )
+
+        offset_mask_mod.block_bounds = shifted_bounds  # type: ignore[attr-defined]
+    return described(offset_mask_mod, getattr(mod, "__name__", "mask_mod"))  # type: ignore[return-value]
+
+
+def _any_block(
+    b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
+) -> tuple[Tensor, Tensor]:
+    every = torch.zeros_like(q_lo * kv_lo, dtype=torch.bool)
+    return ~every, every
+
+
+def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None = None) -> AnyMod:
+    """Gives a score_mod or mask_mod positions from tables: packed documents, ragged caches.
+
+    The mod is called with q_positions[b, q_idx] and kv_positions[b, kv_idx].
+
+    Args:
+        mod: a score_mod or mask_mod.
+        q_positions: positions of the queries, integers, `(T_q,)` or `(B, T_q)`.
+        kv_positions: positions of the keys, `(T,)` or `(B, T)`; those of the queries if not given.
+
+    Returns:
+        A mod of the same kind.
+
+    Raises:
+        TypeError: if `mod` is neither kind, or a table is no integer tensor.
+        ValueError: if a table has not one or two axes.
+    """
+    kv_table = q_positions if kv_positions is None else kv_positions
+    for name, table in (("q_positions", q_positions), ("kv_positions", kv_table)):
+        if not isinstance(table, Tensor) or table.is_floating_point():
+            raise TypeError(
+                f"{name} must be an integer tensor, "
+                f"got {getattr(table, 'dtype', type(table).__name__)}"
+            )
+        if table.ndim not in (1, 2):
+            raise ValueError(f"{name} must have shape (T,) or (B, T), got {tuple(table.shape)}")
+
+    def at(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
+        return (table[index] if table.ndim == 1 else table[b, index]).to(index.dtype)
+
+    if is_mask_mod(mod):
+
+        def positioned_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return mod(b, h, at(q_positions, b, q_idx), at(kv_table, b, kv_idx))
+
+        return described(positioned_mask_mod, getattr(mod, "__name__", "mask_mod"))  # type: ignore[return-value]
+
+    def positioned_score_mod(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        return mod(score, b, h, at(q_positions, b, q_idx), at(kv_table, b, kv_idx))
+
+    return described(positioned_score_mod, getattr(mod, "__name__", "score_mod"), mod)  # type: ignore[return-value]
+
+
+def exempt_keys(score_mod: Mod, n: int) -> Mod:
+    """Leaves the scores of the first n keys as they are: attention sinks.
+
+    s' = s where kv_idx < n, else score_mod(s).
+
+    Args:
+        score_mod: the score_mod for the other keys.
+        n: how many keys to exempt, at least 0.
+
+    Returns:
+        A score_mod.
+
+    Raises:
+        TypeError: if `score_mod` is none, or `n` no int.
+        ValueError: if `n` is negative.
+    """
+    if is_mask_mod(score_mod, "score_mod"):
+        raise TypeError(
+            "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
+        )
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"n must be an int, got {type(n).__name__}")
+    if n < 0:
+        raise ValueError(f"n must be at least 0, got {n}")
+    count = torch.tensor(n)
+
+    def exempt_keys_mod(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        changed = score_mod(score, b, h, q_idx, kv_idx)
+        return torch.where(kv_idx < count, score.to(changed.dtype), changed)
+
+    return described(exempt_keys_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)

@@ -1,0 +1,315 @@
+"""Masks, and the BlockMask of any mask without a T×T tensor.
+
+A mask_mod made here knows its blocks in closed form: its attribute `block_bounds(b, h, q_lo, q_hi,
+    kv_lo, kv_hi)` returns
+two bool tensors that say, for a block of queries q_lo..q_hi and keys kv_lo..kv_hi (inclusive),
+whether some pair may be visible and whether every pair is. `and_masks` and `or_masks` of such
+masks are combined from their parts. "May": a block that is taken in although it is empty costs
+time and changes nothing, since the kernel still applies the mask_mod to it; a block said to be
+full is not checked again. Any other mask is evaluated a row of blocks at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from attn_gym.masks import causal_mask as causal
+from attn_gym.masks import generate_prefix_lm_mask
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
+
+from score_mods._captured import Mod, described, is_mask_mod, to_device
+
+__all__ = [
+    "and_masks",
+    "causal",
+    "create_block_mask",
+    "document",
+    "or_masks",
+    "prefix_lm",
+    "sliding_window",
+]
+
+Bounds = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _causal_bounds(
+    b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
+) -> tuple[Tensor, Tensor]:
+    return q_hi >= kv_lo, q_lo >= kv_hi
+
+
+causal.block_bounds = _causal_bounds
+
+
+def _positive_int(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def sliding_window(window: int) -> Mod:
+    """Lets a query see the last `window` keys, itself included.
+
+    0 <= q_idx - kv_idx < window. attention-gym's `generate_sliding_window(window)` lets it see
+    window + 1.
+
+    Args:
+        window: number of keys, at least 1.
+
+    Returns:
+        A mask_mod.
+
+    Raises:
+        TypeError: if `window` is no int.
+        ValueError: if it is below 1.
+    """
+    size = torch.tensor(_positive_int("window", window))
+
+    def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < size)
+
+    def bounds(
+        b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        some = (q_hi >= kv_lo) & (q_lo - kv_hi < window)
+        return some, (q_lo >= kv_hi) & (q_hi - kv_lo < window)
+
+    sliding_window_mask.block_bounds = bounds  # type: ignore[attr-defined]
+    return described(sliding_window_mask, f"sliding_window({window})")
+
+
+def prefix_lm(prefix_length: int) -> Mod:
+    """Lets every query see the first `prefix_length` keys, and the keys up to itself.
+
+    kv_idx < prefix_length or kv_idx <= q_idx: attention-gym's `generate_prefix_lm_mask`, with its
+    blocks in closed form.
+
+    Args:
+        prefix_length: number of keys, at least 1.
+
+    Returns:
+        A mask_mod.
+
+    Raises:
+        TypeError: if `prefix_length` is no int.
+        ValueError: if it is below 1.
+    """
+    prefix_lm_mask = generate_prefix_lm_mask(_positive_int("prefix_length", prefix_length))
+
+    def bounds(
+        b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        some = (kv_lo < prefix_length) | (q_hi >= kv_lo)
+        # Full if every key is in the prefix or not after the block's first query.
+        return some, kv_hi <= torch.clamp(q_lo, min=prefix_length - 1)
+
+    prefix_lm_mask.block_bounds = bounds
+    return described(prefix_lm_mask, f"prefix_lm({prefix_length})")
+
+
+def document(document_ids: Tensor) -> Mod:
+    """Lets a query see the keys of its own document: packed sequences.
+
+    document_ids[q_idx] == document_ids[kv_idx]. Add causality with `and_masks(causal,
+    document(ids))`. Score_mods that depend on distance alone need nothing else; those that use
+    absolute positions need `with_positions`.
+
+    Args:
+        document_ids: one integer for each position, never falling along the sequence, `(T,)` or
+            `(B, T)`.
+
+    Returns:
+        A mask_mod for self-attention over `T` positions.
+
+    Raises:
+        TypeError: if `document_ids` is no integer tensor.
+        ValueError: if it has not one or two axes, or falls somewhere.
+    """
+    if not isinstance(document_ids, Tensor) or document_ids.is_floating_point():
+        got = getattr(document_ids, "dtype", type(document_ids).__name__)
+        raise TypeError(f"document_ids must be an integer tensor, got {got}")
+    if document_ids.ndim not in (1, 2):
+        raise ValueError(
+            f"document_ids must have shape (T,) or (B, T), got {(*document_ids.shape,)}"
+        )
+    if not torch.compiler.is_compiling() and bool((document_ids.diff(dim=-1) < 0).any()):
+        raise ValueError("document_ids must never fall along the sequence")
+    ids = document_ids.contiguous()
+
+    def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if ids.ndim == 1:
+            return ids[q_idx] == ids[kv_idx]
+        return ids[b, q_idx] == ids[b, kv_idx]
+
+    def bounds(
+        b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        last = ids.shape[-1] - 1
+        q_first, q_last, kv_first, kv_last = (
+            ids[index.clamp(0, last)] if ids.ndim == 1 else ids[b, index.clamp(0, last)]
+            for index in (q_lo, q_hi, kv_lo, kv_hi)
+        )
+        some = (q_first <= kv_last) & (kv_first <= q_last)
+        return some, (q_first == kv_last) & (kv_first == q_last)
+
+    document_mask.block_bounds = bounds  # type: ignore[attr-defined]
+    return described(document_mask, "document")
+
+
+def _bounds(mask_mod: Mod) -> Bounds | None:
+    """`block_bounds` of a mask, or of an `and_masks` or `or_masks` of such masks, or None."""
+    own = getattr(mask_mod, "block_bounds", None)
+    if own is not None:
+        return own
+    qualname = getattr(mask_mod, "__qualname__", "")
+    if qualname not in ("and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"):
+        return None
+    mask_mods = inspect.getclosurevars(mask_mod).nonlocals.get("mask_mods", ())
+    parts = [_bounds(part) for part in mask_mods]
+    if not parts or None in parts:
+        return None
+    join = torch.logical_and if qualname.startswith("and") else torch.logical_or
+
+    def joined(*block: Tensor) -> tuple[Tensor, Tensor]:
+        some, every = parts[0](*block)  # type: ignore[misc]
+        for part in parts[1:]:
+            part_some, part_every = part(*block)  # type: ignore[misc]
+            some, every = join(some, part_some), join(every, part_every)
+        return some, every
+
+    return joined
+
+
+def _blocks_by_evaluation(
+    mask_mod: Mod,
+    b: Tensor,
+    h: Tensor,
+    q_len: int,
+    kv_len: int,
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Some and every pair visible, by evaluating `mask_mod` for one row of blocks at a time."""
+    q_block, kv_block = block_size
+    kv_idx = torch.arange(kv_len, device=device)
+    in_block = kv_idx // kv_block
+    width = torch.bincount(in_block)
+    rows = []
+    for start in range(0, q_len, q_block):
+        q_idx = torch.arange(start, min(start + q_block, q_len), device=device)
+        visible = mask_mod(b, h, q_idx[:, None], kv_idx)
+        visible = visible.expand(torch.broadcast_shapes(visible.shape, (1, 1, len(q_idx), kv_len)))
+        by_key = visible.sum(-2)
+        count = by_key.new_zeros(*by_key.shape[:2], len(width)).index_add_(2, in_block, by_key)
+        rows.append((count > 0, count == width * len(q_idx)))
+    return torch.stack([some for some, _ in rows], -2), torch.stack(
+        [every for _, every in rows], -2
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of blocks, how many are set, and the indices with the set ones first."""
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _build(
+    mask_mod: Mod,
+    B: int,
+    H: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    block_size: tuple[int, int],
+) -> BlockMask:
+    mask_mod = to_device(mask_mod, device)
+    b = torch.arange(B, device=device)[:, None, None, None]
+    h = torch.arange(H, device=device)[:, None, None]
+    bounds = _bounds(mask_mod)
+    if bounds is None:
+        some, every = _blocks_by_evaluation(mask_mod, b, h, q_len, kv_len, block_size, device)
+    else:
+        q_lo = torch.arange(0, q_len, block_size[0], device=device)[:, None]
+        kv_lo = torch.arange(0, kv_len, block_size[1], device=device)
+        q_hi = (q_lo + block_size[0] - 1).clamp(max=q_len - 1)
+        kv_hi = (kv_lo + block_size[1] - 1).clamp(max=kv_len - 1)
+        some, every = to_device(bounds, device)(b, h, q_lo, q_hi, kv_lo, kv_hi)
+    # A mask that ignores b or h has broadcast against them, and its blocks have one entry there.
+    shape = torch.broadcast_shapes(
+        some.shape, every.shape, (1, 1, -(-q_len // block_size[0]), -(-kv_len // block_size[1]))
+    )
+    some, every = some.expand(shape), every.expand(shape)
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every),
+        *_ordered(every),
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(q_len, kv_len),
+    )
+
+
+_build_cached = lru_cache(maxsize=16)(_build)
+
+
+def create_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str = "cpu",
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """The BlockMask of a mask_mod, without a T×T tensor, cached.
+
+    Takes what `torch.nn.attention.flex_attention.create_block_mask` takes. Causal, window, prefix
+    and document masks, their combinations by `and_masks` and `or_masks`, and `with_offset` of them
+    are computed from the blocks' corners; other masks one row of blocks at a time, `BLOCK_SIZE *
+    KV_LEN` values in memory. The blocks of the last 16 (mask, sizes, device) are
+    kept: a mask whose captured tensors change in place must not be used again, save for the offset
+        of `with_offset`.
+
+    Args:
+        mask_mod: a mask_mod; it must accept tensors of indices that broadcast, as every pointwise
+            function does.
+        B: batch size, if the mask depends on b, else None.
+        H: number of query heads, if it depends on h, else None.
+        Q_LEN: number of queries, at least 1.
+        KV_LEN: number of keys, at least 1.
+        device: where the BlockMask is to be used.
+        BLOCK_SIZE: tokens in a block, or (queries, keys).
+
+    Returns:
+        A BlockMask.
+
+    Raises:
+        TypeError: if `mask_mod` is no mask_mod.
+        ValueError: if a size is below 1.
+    """
+    if not is_mask_mod(mask_mod, "mask_mod"):
+        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    sizes = {
+        "B": B or 1,
+        "H": H or 1,
+        "Q_LEN": Q_LEN,
+        "KV_LEN": KV_LEN,
+        "BLOCK_SIZE": min(block_size),
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    device = torch.empty(0, device=device).device
+    if torch.compiler.is_compiling():
+        return _build(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, block_size)
+    cached = _build_cached(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, block_size)
+    block_mask = copy.copy(cached)
+    block_mask.mask_mod = to_device(mask_mod, device)
+    return block_mask

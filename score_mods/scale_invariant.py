@@ -1,0 +1,243 @@
+r"""Scale-invariant attention: an affine change of the logits by distance (arXiv 2505.17083).
+
+The law. Let the base logit of a key at distance t be S = mu + sigma * L̄ with L̄ ~ N(0, 1), and
+give the softmax L_t = A_t * L̄ + m_t. Attention is scale-invariant if the expected total attention
+E[Z] and the expected unnormalised negentropy E[N~] of the keys in [t, t*Delta) tend to constants
+(Definitions 3.1 and 3.2), for which it suffices that (Lemmas 1 and 2, equation 15)
+
+    E[exp L_t]     = alpha / x,    x = t/tau + 1,
+    E[L_t exp L_t] = beta / x.
+
+For a Gaussian, E[exp L] = exp(m + A²/2) and E[L exp L] = (m + A²) exp(m + A²/2). The quotient of
+the two lines gives m_t + A_t² = beta/alpha, the logarithm of the first m_t + A_t²/2 = log alpha -
+log x; subtracting (equation 16),
+
+    A_t² = 2 (log x - log alpha + beta/alpha),    m_t = beta/alpha - A_t² = 2 log alpha -
+    beta/alpha - 2 log x.
+
+At t = 0 this is A_0² = 2 (beta/alpha - log alpha), which is positive if and only if beta > alpha
+log alpha. Asking that the score at t = 0 be left as it is, A_0 = sigma and m_0 = 0, gives alpha =
+exp(sigma²/2) and beta = sigma² alpha, hence
+
+    A_t² = sigma² + 2 log x,    m_t = -2 log x
+
+(alpha = beta = e^0.5 for sigma = 1, the paper's choice). In terms of the score that FlexAttention
+hands over, the change is (A_t/sigma) (s - mu) + mu + m_t, again nothing at t = 0. The constants
+matter: a row's softmax would cancel a shift common to all its keys, but sinks, exempted keys, lse
+and merges see it.
+
+More dimensions. On a d-dimensional grid the number of keys at distance between t and t + dt is S_d
+t^(d-1) dt, where S_d is the area of the unit sphere (2, 2 pi, 4 pi for d = 1, 2, 3 with keys on
+every side; 1 for causal d = 1). The same conditions then need
+
+    E[exp L_t] = alpha / x^d,    E[L_t exp L_t] = beta / x^d,
+
+and since only log x changes to d log x,
+
+    A_t² = 2 (d log x - log alpha + beta/alpha),    m_t = beta/alpha - A_t²,
+
+or A_t² = sigma² + 2 d log x and m_t = -2 d log x with the default alpha and beta. The limits
+follow from integrating S_d t^(d-1) (tau/t)^d from t to t*Delta:
+
+    E[Z] -> alpha S_d tau^d ln Delta,    E[N~] -> beta S_d tau^d ln Delta,
+
+which for d = 1 are the paper's alpha tau ln Delta (causal) and twice that (bidirectional).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from score_mods._captured import Mod, at_head, described, parameter
+
+
+def _law(
+    tau: float | Tensor,
+    alpha: float | Tensor | None,
+    beta: float | Tensor | None,
+    sigma: float | Tensor,
+    mu: float | Tensor,
+    ndim: int,
+) -> tuple[Tensor, ...]:
+    """The constants of the law, checked: tau, sigma, mu, A_0² and m_0."""
+    if isinstance(ndim, bool) or not isinstance(ndim, int):
+        raise TypeError(f"ndim must be an int, got {type(ndim).__name__}")
+    if ndim < 1:
+        raise ValueError(f"ndim must be at least 1, got {ndim}")
+    tau = parameter("tau", tau, positive=True)
+    variance = parameter("sigma", sigma, positive=True) ** 2
+    log_alpha = variance / 2 if alpha is None else parameter("alpha", alpha, positive=True).log()
+    ratio = variance if beta is None else parameter("beta", beta) * torch.exp(-log_alpha)
+    a0_squared = 2 * (ratio - log_alpha)
+    if not (a0_squared.requires_grad or torch.compiler.is_compiling()) and a0_squared.min() <= 0:
+        raise ValueError(
+            "beta must be above alpha * log(alpha), so that a_t is above 0 at distance 0, "
+            f"got alpha={alpha}, beta={beta}, sigma={sigma}"
+        )
+    m0 = 2 * log_alpha - ratio
+    return tau, parameter("sigma", sigma, positive=True), parameter("mu", mu), a0_squared, m0
+
+
+def _affine(
+    ndim: int, t: Tensor, tau: Tensor, sigma: Tensor, mu: Tensor, a0_squared: Tensor, m0: Tensor
+) -> tuple[Tensor, Tensor]:
+    growth = 2 * ndim * torch.log1p(t / tau)
+    a_t = torch.sqrt(a0_squared + growth) / sigma
+    return a_t, m0 - growth + mu * (1 - a_t)
+
+
+def scale_invariant_affine(
+    t: Tensor,
+    tau: float | Tensor = 10.0,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    sigma: float | Tensor = 1.0,
+    mu: float | Tensor = 0.0,
+    ndim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The multiplier and the bias that scale-invariant attention gives a score at distance `t`.
+
+    The score s becomes `a_t * s + m_t`; with x = t/tau + 1 and the default alpha and beta
+
+        a_t = sqrt(1 + 2 ndim ln(x) / sigma²),    m_t = -2 ndim ln(x) + mu (1 - a_t).
+
+    Args:
+        t: distances in tokens, at least 0, any shape.
+        tau: scale below which nothing changes much, in tokens, positive. It, `sigma` and the rest
+            are numbers or tensors that broadcast with `t`.
+        alpha: E[exp L_t] at t = 0, positive; exp(sigma²/2) if not given.
+        beta: E[L_t exp L_t] at t = 0; sigma² alpha if not given. Must be above alpha log alpha.
+        sigma: standard deviation of the base logits, positive.
+        mu: mean of the base logits.
+        ndim: dimension d of the grid that the tokens lie on.
+
+    Returns:
+        `(a_t, m_t)`, in the dtype of `t` (float32 if that is an integer or half-precision dtype).
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `tau`, `sigma` or `alpha` is not positive or `beta <= alpha ln alpha`.
+
+    Reference: arXiv 2505.17083, equation 16; sigma, mu and ndim are derived in this module's
+    docstring.
+
+    >>> a_t, m_t = scale_invariant_affine(torch.tensor([0.0, 10.0, 1000.0]))
+    >>> [round(x, 4) for x in a_t.tolist()], [round(x, 4) for x in m_t.tolist()]
+    ([1.0, 1.5448, 3.1985], [0.0, -1.3863, -9.2302])
+    """
+    if not isinstance(t, Tensor):
+        raise TypeError(f"t must be a tensor, got {type(t).__name__}")
+    constants = _law(tau, alpha, beta, sigma, mu, ndim)
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return _affine(ndim, t.to(dtype), *(c.to(t.device, dtype) for c in constants))
+
+
+def scale_invariant(
+    tau: float | Tensor = 10.0,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    sigma: float | Tensor = 1.0,
+    mu: float | Tensor = 0.0,
+    ndim: int = 1,
+) -> Mod:
+    """Multiplies the score by a_t and adds m_t, so that attention is the same at every scale.
+
+    With t = |q_idx - kv_idx|, x = t/tau + 1 and the default alpha and beta
+
+        s' = a_t s + m_t,    a_t = sqrt(1 + 2 ndim ln(x) / sigma²),    m_t = -2 ndim ln(x) + mu (1
+        - a_t).
+
+    The score at t = 0 is unchanged. Exact if the base logits at every distance have mean `mu` and
+    standard deviation `sigma`: normalise queries and keys (QK-norm), or measure them. Works with
+    causal, prefix and bidirectional masks.
+
+    Args:
+        tau: scale below which nothing changes much, in tokens, positive. A number, or a tensor of
+            shape `(H,)` (or `(1,)` for all heads), learnable if it requires grad; its positivity
+            is then the caller's business.
+        alpha: E[exp L_t] at t = 0, positive; exp(sigma²/2) if not given.
+        beta: E[L_t exp L_t] at t = 0; sigma² alpha if not given. Must be above alpha log alpha.
+        sigma: standard deviation of the base logits, positive; number or tensor as `tau`.
+        mu: mean of the base logits; number or tensor as `tau`.
+        ndim: dimension d of the grid that the tokens lie on (see `scale_invariant_grid` for
+            distances on a grid).
+
+    Returns:
+        A score_mod; it computes in and returns `promote_types(score.dtype, float32)`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `tau`, `sigma` or `alpha` is not positive, `beta <= alpha ln alpha`, or
+            shapes do not fit.
+
+    Reference: Anson, Wang & Aitchison, "Scale-invariant attention", arXiv 2505.17083, equation 16.
+    """
+    constants = _law(tau, alpha, beta, sigma, mu, ndim)
+
+    def scale_invariant_mod(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        dtype = torch.promote_types(score.dtype, torch.float32)
+        t = (q_idx - kv_idx).abs().to(dtype)
+        a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
+        return a_t * score + m_t
+
+    return described(scale_invariant_mod, "scale_invariant", *constants)
+
+
+def scale_invariant_grid(
+    shape: tuple[int, ...],
+    tau: float | Tensor = 10.0,
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    sigma: float | Tensor = 1.0,
+    mu: float | Tensor = 0.0,
+) -> Mod:
+    """Scale-invariant attention for tokens on a grid, such as the patches of an image or a video.
+
+    As `scale_invariant` with `ndim = len(shape)` and t the Euclidean distance between the two
+    tokens' coordinates, tokens being numbered row by row (the last axis fastest).
+
+    Args:
+        shape: the grid's extent along each axis, e.g. `(height, width)`.
+        tau, alpha, beta, sigma, mu: as in `scale_invariant`; `tau` in grid steps.
+
+    Returns:
+        A score_mod for sequences of `prod(shape)` tokens.
+
+    Raises:
+        TypeError: if `shape` is no tuple of ints, or another argument has the wrong type.
+        ValueError: if an extent is below 1, or as in `scale_invariant`.
+
+    Reference: derived in this module's docstring from arXiv 2505.17083, equation 15.
+    """
+    if not isinstance(shape, tuple) or not all(type(extent) is int for extent in shape):
+        raise TypeError(f"shape must be a tuple of ints, got {shape!r}")
+    if not shape or min(shape) < 1:
+        raise ValueError(
+            f"shape must have at least one axis and extents of at least 1, got {shape}"
+        )
+    ndim = len(shape)
+    constants = _law(tau, alpha, beta, sigma, mu, ndim)
+    extents = [torch.tensor(extent) for extent in shape]
+    strides = [torch.tensor(math.prod(shape[axis + 1 :])) for axis in range(ndim)]
+
+    def scale_invariant_grid_mod(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        dtype = torch.promote_types(score.dtype, torch.float32)
+        squares = []
+        for extent, stride in zip(extents, strides, strict=True):
+            difference = (q_idx // stride) % extent - (kv_idx // stride) % extent
+            squares.append(difference.to(dtype).square())
+        t = torch.sqrt(sum(squares[1:], squares[0]))
+        a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
+        return a_t * score + m_t
+
+    return described(scale_invariant_grid_mod, "scale_invariant_grid", *constants)
