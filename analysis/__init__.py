@@ -11,8 +11,8 @@ from typing import Any
 _HOME = {
     "expected": "conditions",
     "expected_entropy": "conditions",
-    "law_edges": "conditions",
-    "law_mass": "conditions",
+    "law_edges": "ranges",
+    "law_mass": "ranges",
     "limits": "conditions",
     "predict": "conditions",
     "measure": "measure",

@@ -18,17 +18,20 @@ Reference: Anson, Wang & Aitchison, "Scale-invariant attention", arXiv 2505.1708
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from analysis.ranges import checked_edges, chunks, merge
+from score_mods import to_device
+
 ScoreMod = Callable[..., Tensor]
 Moment = float | Tensor | Callable[[Tensor], Tensor]
 
-_CHUNK = 1 << 15  # distances at a time
+_NODES_CHUNK = 1 << 10  # distances at a time in quadrature
 _PROBES = (-7.0, 1.0, 11.0)  # in deviations; their sum is not 0, or an odd function would pass
 
 
@@ -199,13 +202,11 @@ def expected(
     edges = checked_edges(edges)
     q_idx = int(edges[-1]) - 1 if q_idx is None else q_idx
     log_totals, mean_logits, affine = [], [], True
-    for chunks in map(_chunks, edges[:-1].tolist(), edges[1:].tolist()):
+    for pieces in map(chunks, edges[:-1].tolist(), edges[1:].tolist()):
         parts = []
-        for start, stop in chunks:
+        for start, stop in pieces:
             t = torch.arange(start, stop, device=edges.device)
-            part = predict(
-                score_mod, t, q_idx=q_idx, head=head, mu=mu, sigma=sigma, nodes=nodes
-            )
+            part = predict(score_mod, t, q_idx=q_idx, head=head, mu=mu, sigma=sigma, nodes=nodes)
             affine = affine and part.affine
             parts.append(merge(part.log_weight, part.mean_logit))
         log_weight, mean_logit = (torch.stack(column) for column in zip(*parts, strict=True))
@@ -226,7 +227,7 @@ def expected_entropy(
     mu: Moment = 0.0,
     sigma: Moment = 1.0,
 ) -> Estimate:
-    """Estimate E[H], the expected entropy within each range, from rows of independent Gaussian logits.
+    """Estimate E[H], the expected entropy within each range, from rows of Gaussian logits.
 
     Args:
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`; None is plain softmax.
@@ -253,9 +254,9 @@ def expected_entropy(
         raise ValueError(f"edges must not pass q_idx + 1 = {q_idx + 1}, got {int(edges[-1])}")
     generator = torch.Generator(edges.device).manual_seed(seed)
     entropies = []
-    for chunks in map(_chunks, edges[:-1].tolist(), edges[1:].tolist()):
+    for pieces in map(chunks, edges[:-1].tolist(), edges[1:].tolist()):
         parts = []
-        for start, stop in chunks:
+        for start, stop in pieces:
             t = torch.arange(start, stop, device=edges.device)
             draws = torch.randn(rows, len(t), generator=generator, device=edges.device)
             scores = _at(mu, t, "mu") + _at(sigma, t, "sigma") * draws
@@ -279,7 +280,7 @@ def limits(
     ndim: int = 1,
     neighbours: float = 1.0,
 ) -> tuple[float, float]:
-    """The limits, as t grows, of E[Z] and E[N~] over `[t, t*delta)` under scale-invariant attention.
+    """Limits of E[Z] and E[N~] over `[t, t*delta)` as t grows, under scale-invariant attention.
 
         E[Z] -> alpha S tau^d ln(delta),        E[N~] -> beta S tau^d ln(delta)
 
@@ -316,82 +317,6 @@ def limits(
     return alpha * shell, (beta + mu * alpha) * shell
 
 
-def law_edges(tau: float, delta: float, t_max: int, *, start: int = 1) -> Tensor:
-    """Edges tau (delta^k - 1), between which the law's mass is tau ln(delta) whatever k.
-
-    Sum of 1/(t/tau + 1) over `[tau (delta^k - 1), tau (delta^(k+1) - 1))`, up to the rounding of
-    the edges to integers. Distance 0, the query's own key, is left out, as in the paper.
-
-    Args:
-        tau: Scale in tokens, above 0.
-        delta: Ratio, above 1.
-        t_max: No edge lies past it.
-        start: Smallest distance, at least 0; `10 * tau` keeps to where t/tau + 1 is nearly t/tau.
-
-    Returns:
-        Increasing integers, the first of them `start`.
-
-    Raises:
-        ValueError: An argument is out of its range, or fewer than two ranges fit.
-    """
-    if not (tau > 0 and delta > 1 and start >= 0):
-        raise ValueError(
-            f"tau must be above 0, delta above 1 and start at least 0, got {tau}, {delta}, {start}"
-        )
-    edges, k = [int(start)], 1
-    while (edge := math.ceil(tau * (delta**k - 1) - 1e-9)) <= t_max:
-        if edge > edges[-1]:
-            edges.append(edge)
-        k += 1
-    if len(edges) < 3:
-        raise ValueError(
-            f"t_max must leave room for two ranges at tau={tau}, delta={delta}, start={start}, "
-            f"got {t_max}"
-        )
-    return torch.tensor(edges)
-
-
-def law_mass(edges: Tensor | Sequence[int], tau: float) -> Tensor:
-    """Sum of 1/(t/tau + 1) over each range: the law's E[Z]/alpha and E[N~]/beta (float64, `[K]`)."""
-    edges = checked_edges(edges)
-    masses = []
-    for chunks in map(_chunks, edges[:-1].tolist(), edges[1:].tolist()):
-        distances = (torch.arange(*chunk, dtype=torch.float64) for chunk in chunks)
-        masses.append(math.fsum(float((tau / (t + tau)).sum()) for t in distances))
-    return torch.tensor(masses, dtype=torch.float64)
-
-
-def merge(log_weight: Tensor, mean_logit: Tensor) -> tuple[Tensor, Tensor]:
-    """Put keys or ranges together along the last axis: their log Z and N~/Z as one.
-
-    Args:
-        log_weight: log Z of each part `[..., n]`; -inf for an empty one.
-        mean_logit: N~/Z of each part `[..., n]`, finite.
-
-    Returns:
-        log Z and N~/Z of the whole, `[...]`; -inf and 0 if every part is empty.
-    """
-    log_total = log_weight.logsumexp(-1)
-    share = (log_weight - log_total[..., None]).exp()
-    empty = log_total == -torch.inf
-    return log_total, (share * mean_logit).sum(-1).masked_fill(empty, 0.0)
-
-
-def checked_edges(edges: Tensor | Sequence[int]) -> Tensor:
-    """`edges` as an int64 tensor.
-
-    Raises:
-        TypeError: They are not integers.
-        ValueError: They are fewer than two, negative, or do not increase.
-    """
-    edges = torch.as_tensor(edges)
-    if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
-        raise TypeError(f"edges must be integers, got {edges.dtype}")
-    if edges.ndim != 1 or len(edges) < 2 or edges[0] < 0 or bool((edges.diff() <= 0).any()):
-        raise ValueError(f"edges must be two or more increasing integers from 0, got {edges}")
-    return edges.long()
-
-
 def _at(moment: Moment, t: Tensor, name: str) -> Tensor:
     """The moment at each distance, float64."""
     value = moment(t) if callable(moment) else moment
@@ -401,13 +326,12 @@ def _at(moment: Moment, t: Tensor, name: str) -> Tensor:
     return value.expand(t.shape)
 
 
-def _apply(
-    score_mod: ScoreMod | None, scores: Tensor, t: Tensor, q_idx: int, head: int
-) -> Tensor:
+def _apply(score_mod: ScoreMod | None, scores: Tensor, t: Tensor, q_idx: int, head: int) -> Tensor:
     """The mod's logits for `scores` `[m, n]` at distances `t` `[n]`, float64."""
     if score_mod is None:
         return scores
     index = [torch.tensor(i, device=t.device) for i in (0, head, q_idx)]
+    score_mod = to_device(score_mod, t.device)
     with torch.no_grad():
         return score_mod(scores, *index, q_idx - t).double().expand(scores.shape)
 
@@ -421,13 +345,13 @@ def _quadrature(
     deviation: Tensor,
     nodes: int,
 ) -> tuple[Tensor, Tensor]:
-    """log E[A~] and E[A~ log A~]/E[A~] by Gauss-Hermite quadrature."""
+    """Log E[A~] and E[A~ log A~]/E[A~] by Gauss-Hermite quadrature."""
     x, w = np.polynomial.hermite_e.hermegauss(nodes)
     points = torch.as_tensor(x, device=t.device)[:, None]
     log_w = torch.as_tensor(np.log(w / math.sqrt(2 * math.pi)), device=t.device)[:, None]
     log_weights, mean_logits = [], []
-    for start in range(0, len(t), _CHUNK // 32):
-        part = slice(start, start + _CHUNK // 32)
+    for start in range(0, len(t), _NODES_CHUNK):
+        part = slice(start, start + _NODES_CHUNK)
         scores = mean[part] + points * deviation[part]
         logits = _apply(score_mod, scores, t[part], q_idx, head)
         finite = logits.masked_fill(logits == -torch.inf, 0.0)
@@ -435,8 +359,3 @@ def _quadrature(
         log_weights.append(log_weight)
         mean_logits.append(mean_logit)
     return torch.cat(log_weights), torch.cat(mean_logits)
-
-
-def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for first in range(start, stop, _CHUNK):
-        yield first, min(first + _CHUNK, stop)
