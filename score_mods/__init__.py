@@ -8,6 +8,7 @@ mechanisms.
 from score_mods._captured import to_device
 from score_mods.alibi import alibi, alibi_slopes
 from score_mods.attention import attention
+from score_mods.catalogue import Mechanism, catalogue
 from score_mods.combine import compose, exempt_keys, with_offset, with_positions
 from score_mods.dense import dense_attention
 from score_mods.logn import logn, ssmax
@@ -20,6 +21,16 @@ from score_mods.masks import (
     prefix_lm,
     sliding_window,
 )
+from score_mods.rotary import (
+    Rotary,
+    dynamic_ntk_rope,
+    half_truncated_rope,
+    ntk_rope,
+    p_rope,
+    position_interpolation,
+    rope,
+    yarn_rope,
+)
 from score_mods.scale_invariant import (
     scale_invariant,
     scale_invariant_affine,
@@ -27,19 +38,28 @@ from score_mods.scale_invariant import (
 )
 
 __all__ = [
+    "Mechanism",
+    "Rotary",
     "alibi",
     "alibi_slopes",
     "and_masks",
     "attention",
+    "catalogue",
     "causal",
     "compose",
     "create_block_mask",
     "dense_attention",
     "document",
+    "dynamic_ntk_rope",
     "exempt_keys",
+    "half_truncated_rope",
     "logn",
+    "ntk_rope",
     "or_masks",
+    "p_rope",
+    "position_interpolation",
     "prefix_lm",
+    "rope",
     "scale_invariant",
     "scale_invariant_affine",
     "scale_invariant_grid",
@@ -48,4 +68,5 @@ __all__ = [
     "to_device",
     "with_offset",
     "with_positions",
+    "yarn_rope",
 ]

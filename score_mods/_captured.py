@@ -8,7 +8,6 @@ head axis: FlexAttention before torch 2.14 cannot send a gradient to a 0-d tenso
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -16,6 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from score_mods._checks import number
 
 Mod: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,31 +39,21 @@ def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Te
         ValueError: if it has more than one axis, is a 0-d tensor that requires grad, is not finite
             or not positive.
     """
-    kind = "a positive number" if positive else "a number"
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            raise TypeError(f"{name} must be {kind} or a floating tensor, got dtype {value.dtype}")
-        if value.ndim > 1 or value.numel() == 0:
-            raise ValueError(f"{name} must have shape (H,), got {tuple(value.shape)}")
-        if value.requires_grad:
-            if value.ndim == 0:
-                raise ValueError(
-                    f"{name} must have shape (1,) (for all heads) or (H,), got a 0-d tensor that "
-                    "requires grad, which FlexAttention cannot train before torch 2.14"
-                )
-            return value
-        if torch.compiler.is_compiling():
-            return value
-        smallest, finite = value.detach().min().item(), bool(value.isfinite().all())
-        captured = value
-    else:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be {kind} or a tensor, got {type(value).__name__}")
-        smallest, finite = float(value), math.isfinite(value)
-        captured = torch.tensor(float(value), dtype=torch.float64)
-    if not finite or (positive and smallest <= 0):
-        raise ValueError(f"{name} must be {kind} (finite), got {value}")
-    return captured
+    if not isinstance(value, Tensor):
+        return torch.tensor(number(name, value, positive=positive), dtype=torch.float64)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a number or a floating tensor, got {value.dtype}")
+    if value.ndim > 1 or value.numel() == 0:
+        raise ValueError(f"{name} must have shape (H,), got {tuple(value.shape)}")
+    if value.requires_grad and value.ndim == 0:
+        raise ValueError(
+            f"{name} must have shape (1,) (for all heads) or (H,), got a 0-d tensor that requires "
+            "grad, which FlexAttention cannot train before torch 2.14"
+        )
+    if not (value.requires_grad or torch.compiler.is_compiling()):
+        for item in value.flatten().tolist():
+            number(name, item, positive=positive)
+    return value
 
 
 def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,30 +86,21 @@ def described(mod: F, name: str, *captured: Any) -> F:
     return mod
 
 
-def number_of_arguments(mod: Callable[..., Any]) -> int:
-    """How many positional arguments without a default `mod` takes.
-
-    5 for a score_mod, 4 for a mask_mod: this is how FlexAttention tells them apart.
-    """
-    code = getattr(mod, "__code__", None)
-    if code is None:
-        raise TypeError(
-            f"a score_mod or mask_mod must be a plain function, got {type(mod).__name__}"
-        )
-    return code.co_argcount - len(getattr(mod, "__defaults__", None) or ())
-
-
 def is_mask_mod(mod: Callable[..., Any], name: str = "mod") -> bool:
     """Whether `mod` is a mask_mod rather than a score_mod.
+
+    Told, as FlexAttention does, by the number of positional arguments without a default.
 
     Raises:
         TypeError: if it is neither.
     """
-    count = number_of_arguments(mod)
+    code = getattr(mod, "__code__", None)
+    count = code and code.co_argcount - len(getattr(mod, "__defaults__", None) or ())
     if count not in (4, 5):
+        got = type(mod).__name__ if code is None else f"a function of {count} arguments"
         raise TypeError(
             f"{name} must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod "
-            f"(b, h, q_idx, kv_idx), got a function of {count} arguments"
+            f"(b, h, q_idx, kv_idx), got {got}"
         )
     return count == 4
 

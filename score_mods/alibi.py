@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
+from score_mods._checks import integer
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -30,11 +31,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     >>> alibi_slopes(6).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     """
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
-        raise TypeError(f"num_heads must be an int, got {type(num_heads).__name__}")
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-    power = 1 << (num_heads.bit_length() - 1)
+    power = 1 << (integer("num_heads", num_heads).bit_length() - 1)
 
     def geometric(count: int) -> Tensor:
         return torch.exp2(-8 * torch.arange(1, count + 1, dtype=torch.float64) / count)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described, is_mask_mod
+from score_mods._checks import integer
 
 AnyMod = TypeVar("AnyMod", bound=Mod)
 
@@ -187,11 +188,7 @@ def exempt_keys(score_mod: Mod, n: int) -> Mod:
         raise TypeError(
             "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
         )
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"n must be an int, got {type(n).__name__}")
-    if n < 0:
-        raise ValueError(f"n must be at least 0, got {n}")
-    count = torch.tensor(n)
+    count = torch.tensor(integer("n", n, at_least=0))
 
     def exempt_keys_mod(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor

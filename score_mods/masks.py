@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 
 from score_mods._captured import Mod, described, is_mask_mod, to_device
+from score_mods._checks import integer
 
 __all__ = [
     "and_masks",
@@ -46,14 +47,6 @@ def _causal_bounds(
 causal.block_bounds = _causal_bounds
 
 
-def _positive_int(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
-
-
 def sliding_window(window: int) -> Mod:
     """Lets a query see the last `window` keys, itself included.
 
@@ -70,7 +63,7 @@ def sliding_window(window: int) -> Mod:
         TypeError: if `window` is no int.
         ValueError: if it is below 1.
     """
-    size = torch.tensor(_positive_int("window", window))
+    size = torch.tensor(integer("window", window))
 
     def sliding_window_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (q_idx - kv_idx < size)
@@ -101,7 +94,7 @@ def prefix_lm(prefix_length: int) -> Mod:
         TypeError: if `prefix_length` is no int.
         ValueError: if it is below 1.
     """
-    prefix_lm_mask = generate_prefix_lm_mask(_positive_int("prefix_length", prefix_length))
+    prefix_lm_mask = generate_prefix_lm_mask(integer("prefix_length", prefix_length))
 
     def bounds(
         b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor

@@ -52,6 +52,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._checks import integer
 
 
 def _law(
@@ -63,10 +64,7 @@ def _law(
     ndim: int,
 ) -> tuple[Tensor, ...]:
     """The constants of the law, checked: tau, sigma, mu, A_0² and m_0."""
-    if isinstance(ndim, bool) or not isinstance(ndim, int):
-        raise TypeError(f"ndim must be an int, got {type(ndim).__name__}")
-    if ndim < 1:
-        raise ValueError(f"ndim must be at least 1, got {ndim}")
+    integer("ndim", ndim)
     tau = parameter("tau", tau, positive=True)
     variance = parameter("sigma", sigma, positive=True) ** 2
     log_alpha = variance / 2 if alpha is None else parameter("alpha", alpha, positive=True).log()

@@ -1,0 +1,321 @@
+"""Rotary position embeddings: RoPE, p-RoPE and the ways to stretch them to longer contexts.
+
+Rotating the pair (x_i, x_(i + d/2)) of a query at position m and of a key at position n by the
+angles m w_i and n w_i makes their product a function of m - n (Su et al., arXiv 2104.09864). The
+schemes differ in the frequencies w_i alone, and YaRN in a factor on cos and sin. A factory returns
+a `Rotary`, which holds those and applies them to queries or keys at any
+positions: rotate keys before they are cached, or cache them as they are and rotate late. NoPE is
+    to use none of these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from score_mods._checks import integer, number
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotates queries and keys by their positions.
+
+    Attributes:
+        frequencies: angular frequencies in radians per token, `(R/2,)` for the R leading channels
+            of a head that are rotated, float64; 0 leaves a pair as it is.
+        attention_factor: factor on cos and sin; scores get its square.
+        interleaved: pair channels (2i, 2i + 1) rather than (i, i + R/2).
+    """
+
+    frequencies: Tensor
+    attention_factor: float = 1.0
+    interleaved: bool = False
+
+    def cos_sin(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles at `positions`, times the attention factor.
+
+        Angles are formed in float64 (float32 on devices that have none): float32 is off by 0.003
+        rad at 65,536 tokens.
+
+        Args:
+            positions: integer or floating, any shape `(...)`.
+            dtype: dtype of the result.
+
+        Returns:
+            `(cos, sin)`, each `(..., R/2)`.
+        """
+        wide = torch.float32 if positions.device.type == "mps" else torch.float64
+        angles = positions.to(wide)[..., None] * self.frequencies.to(positions.device, wide)
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return cos.to(dtype), sin.to(dtype)
+
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotates queries or keys.
+
+        Args:
+            x: `(B, H, T, D)`; channels beyond the rotated ones pass through.
+            positions: of the T tokens, `(T,)` or `(B, T)`; 0 to T - 1 if not given.
+
+        Returns:
+            The rotated tensor, in the shape and dtype of x; computed in `promote_types(x.dtype,
+            float32)`.
+
+        Raises:
+            ValueError: if x has not four axes or too few channels, or positions do not fit.
+        """
+        rotated = 2 * self.frequencies.shape[0]
+        if x.ndim != 4 or x.shape[-1] < rotated:
+            raise ValueError(
+                f"x must have shape (B, H, T, D) with D >= {rotated}, got {tuple(x.shape)}"
+            )
+        if positions is None:
+            positions = torch.arange(x.shape[2], device=x.device)
+        if positions.shape not in (x.shape[2:3], (x.shape[0], x.shape[2])):
+            raise ValueError(
+                f"positions must have shape ({x.shape[2]},) or ({x.shape[0]}, {x.shape[2]}), "
+                f"got {tuple(positions.shape)}"
+            )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = self.cos_sin(positions, dtype)
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]
+        part = x[..., :rotated].to(dtype)
+        if self.interleaved:
+            first, second = part[..., 0::2], part[..., 1::2]
+        else:
+            first, second = part.chunk(2, dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        result = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
+        return torch.cat([result.to(x.dtype), x[..., rotated:]], -1)
+
+
+def _pairs(head_dim: int) -> int:
+    if integer("head_dim", head_dim, 2) % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
+    return head_dim // 2
+
+
+def _factor(factor: float) -> float:
+    if number("factor", factor, positive=True) < 1:
+        raise ValueError(f"factor must be at least 1, got {factor}")
+    return factor
+
+
+def rope(head_dim: int, base: float = 10000.0) -> Rotary:
+    """RoPE: w_i = base^(-2i/d).
+
+    Args:
+        head_dim: channels d of a head, even.
+        base: ratio of the highest to the (never reached) lowest frequency, positive.
+
+    Returns:
+        A `Rotary`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `head_dim` is odd or `base` not positive.
+
+    Reference: Su et al., "RoFormer", arXiv 2104.09864, section 3.3.
+
+    >>> rope(4).frequencies.tolist()
+    [1.0, 0.01]
+    """
+    exponent = torch.arange(_pairs(head_dim), dtype=torch.float64) / (head_dim // 2)
+    return Rotary(number("base", base, positive=True) ** -exponent)
+
+
+def p_rope(head_dim: int, p: float = 0.5, base: float = 10000.0) -> Rotary:
+    """p-RoPE: RoPE without its lowest frequencies, floor(p d/2) of which are kept.
+
+    w_i = base^(-2i/d) for i < floor(p d/2), else 0; p = 0 is NoPE, p = 1 is RoPE.
+
+    Args:
+        head_dim: channels d of a head, even.
+        p: fraction of the frequencies that is kept, in [0, 1].
+        base: as in `rope`.
+
+    Returns:
+        A `Rotary`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `p` is outside [0, 1], or as in `rope`.
+
+    Reference: Barbero et al., "Round and Round We Go!", arXiv 2410.06205, section 6.1. For the
+    form that the scale-invariant paper most likely used, see `half_truncated_rope`.
+    """
+    if not 0 <= number("p", p) <= 1:
+        raise ValueError(f"p must be a number in [0, 1], got {p}")
+    frequencies = rope(head_dim, base).frequencies
+    kept = torch.arange(len(frequencies)) < math.floor(p * len(frequencies))
+    return Rotary(torch.where(kept, frequencies, 0.0))
+
+
+def half_truncated_rope(head_dim: int, base: float = 1024.0) -> Rotary:
+    """The p-RoPE of modded-nanogpt: d/4 frequencies from 1 to 1/base, both included, and d/4 zeros.
+
+    w_i = base^(-i / (d/4 - 1)) for i < d/4, else 0. The scale-invariant paper builds on this code
+    and names a base of 1024 for its p-RoPE without stating p, so this is most likely what it used.
+
+    Args:
+        head_dim: channels d of a head, a multiple of 4, at least 8.
+        base: ratio of the highest to the lowest frequency, positive.
+
+    Returns:
+        A `Rotary`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `head_dim` is no multiple of 4 or below 8, or `base` is not positive.
+
+    Reference: the public modded-nanogpt training script; arXiv 2505.17083, appendix on
+    hyperparameters.
+    """
+    if _pairs(head_dim) % 2 or head_dim < 8:
+        raise ValueError(f"head_dim must be a multiple of 4 and at least 8, got {head_dim}")
+    exponent = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
+    kept = number("base", base, positive=True) ** -exponent
+    return Rotary(torch.cat([kept, torch.zeros_like(kept)]))
+
+
+def position_interpolation(head_dim: int, factor: float, base: float = 10000.0) -> Rotary:
+    """Position interpolation: RoPE at positions divided by `factor`, w_i = base^(-2i/d) / factor.
+
+    Args:
+        head_dim: channels d of a head, even.
+        factor: wanted length over trained length, at least 1.
+        base: as in `rope`.
+
+    Returns:
+        A `Rotary`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `factor` is below 1, or as in `rope`.
+
+    Reference: Chen et al., arXiv 2306.15595, equation 2.
+    """
+    return Rotary(rope(head_dim, base).frequencies / _factor(factor))
+
+
+def ntk_rope(head_dim: int, factor: float, base: float = 10000.0) -> Rotary:
+    """NTK-aware RoPE: RoPE with the base raised to base * factor^(d/(d-2)).
+
+    The lowest frequency is divided by `factor` and the highest stays.
+
+    Args:
+        head_dim: channels d of a head, even, at least 4.
+        factor: wanted length over trained length, at least 1.
+        base: base of the trained model.
+
+    Returns:
+        A `Rotary`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if `factor` is below 1 or `head_dim` below 4, or as in `rope`.
+
+    Reference: bloc97, "NTK-aware scaled RoPE" (2023); arXiv 2309.00071, section 3.1; the paper's
+    RoPE+NTK.
+    """
+    integer("head_dim", head_dim, 4)
+    return rope(
+        head_dim,
+        number("base", base, positive=True) * _factor(factor) ** (head_dim / (head_dim - 2)),
+    )
+
+
+def dynamic_ntk_rope(
+    head_dim: int, length: float, train_length: float, factor: float = 1.0, base: float = 10000.0
+) -> Rotary:
+    """Dynamic NTK: NTK-aware RoPE whose factor follows the length of the context.
+
+    base' = base (factor length/train_length - (factor - 1))^(d/(d-2)) beyond `train_length`, base
+    up to it. The frequencies
+    change with the length: cache keys unrotated and rotate late.
+
+    Args:
+        head_dim: channels d of a head, even, at least 4.
+        length: tokens in the context now, positive.
+        train_length: tokens the model was trained on, positive.
+        factor: how much faster than the length the factor grows, at least 1.
+        base: base of the trained model.
+
+    Returns:
+        A `Rotary` for contexts of `length`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of its range.
+
+    Reference: emozilla, "Dynamically scaled RoPE" (2023), in the form of the transformers library.
+    """
+    ratio = number("length", length, positive=True) / number(
+        "train_length", train_length, positive=True
+    )
+    return ntk_rope(head_dim, max(1.0, _factor(factor) * ratio - (factor - 1)), base)
+
+
+def yarn_rope(
+    head_dim: int,
+    factor: float,
+    train_length: float,
+    *,
+    base: float = 10000.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    attention_factor: float | None = None,
+    truncate: bool = True,
+) -> Rotary:
+    """YaRN: interpolates the low frequencies, keeps the high ones, and sharpens the scores.
+
+    w_i' = w_i (1 - r_i) + (w_i / factor) r_i, where the ramp r_i rises linearly from 0 at the
+    channel pair that turns beta_fast times within `train_length` to 1 at the one that turns
+    beta_slow times; cos and sin are multiplied by 0.1 ln(factor) + 1.
+
+    Args:
+        head_dim: channels d of a head, even.
+        factor: wanted length over trained length, at least 1.
+        train_length: tokens the model was trained on, positive.
+        base: base of the trained model, above 1.
+        beta_fast: turns above which a frequency is kept.
+        beta_slow: turns below which it is divided by `factor`, below beta_fast.
+        attention_factor: factor on cos and sin instead of 0.1 ln(factor) + 1.
+        truncate: round the ramp's ends outward to whole pairs, as the authors' code does.
+
+    Returns:
+        A `Rotary`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of its range.
+
+    Reference: Peng et al., "YaRN", arXiv 2309.00071, sections 3.2 to 3.4, and the authors' public
+    code.
+    """
+    if number("base", base, positive=True) <= 1:
+        raise ValueError(f"base must be above 1, got {base}")
+    if not number("beta_slow", beta_slow, positive=True) < number(
+        "beta_fast", beta_fast, positive=True
+    ):
+        raise ValueError(f"beta_slow must be below beta_fast, got {beta_slow} and {beta_fast}")
+    length = number("train_length", train_length, positive=True)
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(length / (2 * math.pi * times)) / (2 * math.log(base))
+
+    frequencies = rope(head_dim, base).frequencies
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float64) - low) / width).clamp(0, 1)
+    scaled = frequencies * (1 - ramp) + frequencies / _factor(factor) * ramp
+    sharpening = 0.1 * math.log(factor) + 1 if attention_factor is None else attention_factor
+    return Rotary(scaled, number("attention_factor", sharpening, positive=True))
