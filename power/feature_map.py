@@ -59,7 +59,10 @@ def check_degree(deg: int) -> None:
 
 def tile_size(head_dim: int, deg: int) -> int:
     """Return the channels in a tile: the widest of the degree that divides ``head_dim``."""
-    return math.gcd(head_dim, _TILE.get(deg, 1))
+    tile = _TILE.get(deg, 1)
+    while head_dim % tile:
+        tile //= 2
+    return tile
 
 
 def state_size(head_dim: int, deg: int = 2) -> int:
@@ -83,7 +86,10 @@ def state_size(head_dim: int, deg: int = 2) -> int:
     if head_dim < 1:
         raise ValueError(f"head_dim must be 1 or more, got {head_dim}")
     tile = tile_size(head_dim, deg)
-    return math.comb(head_dim // tile + deg - 1, deg) * tile**deg
+    size = tile**deg
+    for m in range(deg):  # math.comb, which symbolic sizes do not have
+        size = size * (head_dim // tile + m) // (m + 1)
+    return size
 
 
 @lru_cache(maxsize=16)

@@ -142,7 +142,7 @@ def recurrent(
         q_t, k_t, v_t = (x[:, :, t : t + 1] for x in (q, k, v))
         log_g_t = None if log_g is None else log_g[:, :, t : t + 1]
         state = fold(k_t, v_t, log_g_t, state, deg)
-        numerator, denominator = _query(_grouped(q_t, k), state, deg, scale**deg)
+        numerator, denominator = _query(grouped(q_t, k), state, deg, scale**deg)
         outs.append(_divide(numerator, denominator, q))
     out = torch.cat(outs, 2) if outs else q.new_zeros(*q.shape[:3], v.shape[-1])
     return out, state if return_state else None
@@ -221,7 +221,7 @@ def _attend(
 ) -> Tensor:
     """Return the output of one chunk, given the state before it."""
     dtype = state_dtype(q.dtype)
-    rows = _grouped(q, k).to(dtype)
+    rows = grouped(q, k).to(dtype)
     weights = (scale * rows @ k.to(dtype).mT[:, :, None]) ** deg  # [B, H_kv, R, T, T]
     causal = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
     factor: Tensor | float = scale**deg
@@ -253,7 +253,7 @@ def _divide(numerator: Tensor, denominator: Tensor, q: Tensor) -> Tensor:
     return out.flatten(1, 2).to(q.dtype)
 
 
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
+def grouped(q: Tensor, k: Tensor) -> Tensor:
     """Return queries ``[B, H_kv, H / H_kv, T, K]``: beside the key head that they share."""
     return q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
 

@@ -1,0 +1,224 @@
+"""The public call: power attention over whole sequences, by the kernels or the reference."""
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from power import operator
+from power.feature_map import PowerState, check_degree, state_size
+from power.reference import state_dtype
+
+Impl = Literal["auto", "triton", "reference"]
+
+# The reference takes the attention form up to this many tokens, and while there are fewer tokens
+# than entries in the feature map; beyond, chunks of this size.
+_REFERENCE_CHUNK = 1024
+
+
+@overload
+def power_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    deg: int = 2,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    initial_state: PowerState | None = None,
+    return_state: Literal[False] = False,
+    cu_seqlens: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor: ...
+
+
+@overload
+def power_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    deg: int = 2,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    initial_state: PowerState | None = None,
+    return_state: Literal[True],
+    cu_seqlens: Tensor | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, PowerState]: ...
+
+
+def power_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None = None,
+    *,
+    deg: int = 2,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    initial_state: PowerState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor | tuple[Tensor, PowerState]:
+    r"""Causal attention whose weights are even powers of the scores, in time linear in ``T``.
+
+    .. math:: \mathrm{out}_i = \frac{\sum_{j \le i} w_{ij} v_j}{\sum_{j \le i} w_{ij}}, \qquad
+              w_{ij} = (\mathrm{scale} \cdot q_i \cdot k_j)^p \, e^{G_i - G_j}, \qquad
+              G_i = \sum_{m \le i} \mathrm{log\_g}_m
+
+    Differentiable in ``q``, ``k``, ``v``, ``log_g`` and the initial state. A query of zeros, whose
+    weights vanish, gives zero. Under autocast, ``q``, ``k`` and ``v`` are cast to its dtype.
+
+    Args:
+        q: Queries ``[B, H, T, K]``.
+        k: Keys ``[B, H_kv, T, K]``, with ``H`` a multiple of ``H_kv``: query head ``h`` reads head
+            ``h // (H / H_kv)``.
+        v: Values ``[B, H_kv, T, V]``; ``V`` may differ from ``K``.
+        log_g: Logarithms ``[B, H_kv, T]`` of the gates, finite and <= 0, in fp32, or float64 where
+            ``q`` is. A token's gate discounts all tokens before it. None: no gates. The sign is
+            checked on a CPU only, where that is free.
+        deg: The even power ``p``.
+        scale: Factor on the scores, not 0; None for ``1/sqrt(K)``. It cancels in the division, and
+            only moves the range of the numbers.
+        chunk_size: Tokens of a chunk; between chunks the state is passed on. One that holds all
+            tokens gives the attention form, quadratic in ``T``. None chooses by ``T``; name a size
+            to export a graph whose ``T`` is dynamic.
+        initial_state: What earlier tokens left: one state for each sequence. While it holds fewer
+            than about eight tokens it is inexact (see ``power.reference``).
+        return_state: Whether the state after the last token is returned too.
+        cu_seqlens: Where each of ``N`` sequences packed into a batch of one starts, and the end:
+            ``[N + 1]``, int32 or int64, rising from 0 to ``T`` (checked on a CPU only). A sequence
+            may be empty. States then have ``N`` for their batch.
+        impl: "triton" for the kernels, "reference" for eager PyTorch. "auto" is the reference on a
+            CPU and the kernels on a GPU, whatever they do not take being an error.
+
+    Returns:
+        ``[B, H, T, V]`` in the dtype of ``q``; with ``return_state`` also the ``PowerState``.
+
+    Raises:
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If shapes, devices or values do not fit, or the kernels do not take them.
+        ImportError: If the kernels are to be used and Triton is not installed.
+
+    Reference:
+        Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention"
+        (arXiv 2507.04239), equation 7; the gate as in section 2.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 100, 16)
+        >>> power_attention(q, k, v).shape
+        torch.Size([1, 2, 100, 16])
+    """
+    q, k, v, scale = prepare(q, k, v, log_g, deg, scale)
+    batch, _, length, head_dim = q.shape
+    sequences = batch
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens, ("N + 1",), (torch.int32, torch.int64), q.device)
+        sequences = cu_seqlens.shape[0] - 1
+        if batch != 1 or sequences < 1:
+            raise ValueError(
+                "cu_seqlens must hold the bounds of sequences packed into a batch of 1, got "
+                f"{sequences + 1} bounds and a batch of {batch}"
+            )
+    if initial_state is not None:
+        if not isinstance(initial_state, tuple) or len(initial_state) != 2:
+            kind = type(initial_state).__name__
+            raise TypeError(f"initial_state must be a PowerState or None, got {kind}")
+        shape, dtype = (sequences, k.shape[1], state_size(head_dim, deg)), state_dtype(q.dtype)
+        s, z = initial_state
+        check_tensor("initial_state.s", s, (*shape, v.shape[3]), (dtype,), q.device)
+        check_tensor("initial_state.z", z, shape, (dtype,), q.device)
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be a positive int or None, got {chunk_size!r}")
+    impl = choose_impl(impl, q)
+    if impl == "triton":
+        from power import kernels
+
+        reason = kernels.unsupported(q, k, v, log_g, deg, chunk_size)
+        if reason:
+            raise ValueError(reason)
+        if chunk_size is None:
+            chunk_size = kernels.choose_chunk_size(length, head_dim, v.shape[3], deg, q.dtype)
+    elif chunk_size is None and length > max(_REFERENCE_CHUNK, state_size(head_dim, deg)):
+        chunk_size = _REFERENCE_CHUNK
+    before = [] if initial_state is None else [x.contiguous() for x in initial_state]
+    out, *rest = operator.attention(
+        q, k, v, log_g, before, cu_seqlens, deg, scale, chunk_size, return_state, impl
+    )
+    return (out, PowerState(*rest[:2])) if return_state else out
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, deg: int, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return queries, keys and values in autocast's dtype, and the scale; raise if they clash."""
+    check_degree(deg)
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if scale is not None and (scale == 0 or not math.isfinite(scale)):
+        raise ValueError(f"scale must be finite and not 0, got {scale}")
+    check_tensor("q", q, ("B", "H", "T", "K"))
+    if not q.is_floating_point():
+        raise TypeError(f"q must have a floating dtype, got {q.dtype}")
+    dtype = q.dtype
+    if dtype != torch.float64 and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if isinstance(x, Tensor) else x for x in (q, k, v))
+    batch, heads, length, head_dim = q.shape
+    check_tensor("k", k, (batch, "H_kv", length, head_dim), (dtype,), q.device)
+    kv_heads = k.shape[1]
+    check_tensor("v", v, (batch, kv_heads, length, "V"), (dtype,), q.device)
+    if log_g is not None:
+        dtypes = (torch.float32, state_dtype(dtype))
+        check_tensor("log_g", log_g, (batch, kv_heads, length), dtypes, q.device)
+    if 0 in (heads, kv_heads, head_dim, v.shape[3]) or heads % kv_heads:
+        raise ValueError(
+            "q must have heads and channels, and a multiple of k's heads, got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    return q, k, v, head_dim**-0.5 if scale is None else float(scale)
+
+
+def check_tensor(
+    name: str,
+    x: Tensor,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...] = (),
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless ``x`` is a tensor of this shape (words are any size), dtype and device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dim() != len(shape) or any(
+        not isinstance(want, str) and want != have
+        for want, have in zip(shape, x.shape, strict=True)
+    ):
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"{name} must have the shape [{wanted}], got {list(x.shape)}")
+    if dtypes and x.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+        raise TypeError(f"{name} must have the dtype {wanted}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
+
+
+def choose_impl(impl: Impl, q: Tensor) -> Impl:
+    """Return "triton" or "reference", or raise where it is not known or Triton is not there."""
+    if impl not in ("auto", "triton", "reference"):
+        raise ValueError(f"impl must be 'auto', 'triton' or 'reference', got {impl!r}")
+    if impl == "auto":
+        impl = "triton" if q.device.type == "cuda" else "reference"
+    if impl == "triton":
+        try:
+            import power.kernels  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "impl='triton' needs Triton: install scale-invariant-attention[kernels], "
+                "or pass impl='reference'"
+            ) from error
+    return impl
