@@ -13,8 +13,8 @@ it stands the slope of log(E[Z_k] / M_k) from the law of the measured logits.
 Negentropy. rho_k = E[N~_k] / (beta M_k), from the law: exact moments of the mechanism with the
 mean and deviation of the base logits as measured at each distance. Scale invariance makes rho_k
 constant (1 if the law has this beta). It may be negative, so no logarithm is taken: the spread is
-the largest factor between a rho_k and their mean, infinite if their signs differ. It holds if the
-95 % interval lies below 2, fails if it lies above.
+the largest factor between a rho_k and their mean, infinite if their signs differ; its interval
+takes in the 95 % interval of every range. It holds if that lies below 2, fails if it lies above.
 
 Weak sparsity. The slope against x of the mean entropy within ranges, over the last decade. Below
 0.5 and below that of the first decade it is consistent with o(log t), above 0.9 it fails.
@@ -107,22 +107,21 @@ def judge(
     x = (ends[1:] + ends[:-1]) / 2
 
     slopes = _slope(log_z.clamp_min(_FLOOR) - mass.log(), x)
-    total = _finding(slopes.mean(), _mean(slopes, weights), _judge_slope)
+    total = _mean_finding(slopes, weights, _judge_slope)
 
     q_idx = int(measurement.q_positions.median())
     mu, sigma = measurement.base.law(head)
     law = expected(rows.score_mod, edges, q_idx=q_idx, head=head, mu=mu, sigma=sigma)
-    spread = _spread(law.log_total, law.mean_logit, mass)
     drawn = _resampled_law(measurement, mechanism, head, edges, q_idx, weights)
-    negentropy = _finding(spread, _spread(*drawn, mass), _judge_spread)
+    negentropy = _spread_finding(
+        _ratios(law.log_total, law.mean_logit, mass), _ratios(*drawn, mass)
+    )
 
     last, first = _decade(x, last=True), _decade(x, last=False)
     slopes = _slope(entropy[:, last], x[last])
     first_decade = float(_slope(entropy[:, first], x[first]).mean())
     falling = float(slopes.mean()) < first_decade
-    weak = _finding(
-        slopes.mean(), _mean(slopes, weights), partial(_judge_entropy, falling=falling)
-    )
+    weak = _mean_finding(slopes, weights, partial(_judge_entropy, falling=falling))
 
     return Verdict(
         mechanism=mechanism,
@@ -197,12 +196,35 @@ def _judge_entropy(low: float, high: float, *, falling: bool) -> str:
     return "consistent" if high < FLAT and falling else "cannot be told"
 
 
-def _finding(value: Tensor, resampled: Tensor, judged: Callable[[float, float], str]) -> Finding:
-    """`value` with its percentile interval over the resamples `[S]`."""
-    ordered = resampled.sort().values
+def _interval(resampled: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends of the 95 % percentile interval over the resamples `[S, ...]`."""
+    ordered = resampled.sort(0).values
     tail = int(0.025 * len(ordered))
-    low, high = float(ordered[tail]), float(ordered[-1 - tail])
-    return Finding(judged(low, high), float(value), low, high)
+    return ordered[tail], ordered[-1 - tail]
+
+
+def _mean_finding(
+    values: Tensor, weights: Tensor, judged: Callable[[float, float], str]
+) -> Finding:
+    """The mean over rows of `values` `[N]`."""
+    low, high = map(float, _interval(weights @ values / weights.sum(1)))
+    return Finding(judged(low, high), float(values.mean()), low, high)
+
+
+def _spread_finding(ratios: Tensor, resampled: Tensor) -> Finding:
+    """The largest factor between a ratio `[K]` and 1; its interval takes every range's in."""
+    ends = _interval(resampled)
+    low = _factor(*ends, least=True).amax()
+    high = _factor(*ends, least=False).amax()
+    value = _factor(ratios, ratios, least=True).amax()
+    return Finding(_judge_spread(float(low), float(high)), float(value), float(low), float(high))
+
+
+def _factor(low: Tensor, high: Tensor, *, least: bool) -> Tensor:
+    """Least or largest factor, at least 1, between 1 and a ratio that lies in `[low, high]`."""
+    ends = (low, 1 / high) if least else (high, 1 / low)
+    factor = torch.maximum(*ends).clamp_min(1.0)
+    return torch.where((high if least else low) > 0, factor, torch.inf)
 
 
 def _resampled(
@@ -222,11 +244,6 @@ def _resampled(
     return counts.repeat_interleave(block, 1)[:, :rows], block
 
 
-def _mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Mean over rows of `values` `[N]` in each resample `[S]`."""
-    return weights @ values / weights.sum(1)
-
-
 def _slope(y: Tensor, x: Tensor) -> Tensor:
     """Least-squares slope of `y` `[..., K]` against `x` `[K]`."""
     centred = x - x.mean()
@@ -241,13 +258,12 @@ def _decade(x: Tensor, *, last: bool) -> Tensor:
     return nearest
 
 
-def _spread(log_total: Tensor, mean_logit: Tensor, mass: Tensor) -> Tensor:
-    """Largest factor between rho_k and its mean over the ranges, `[..., K]` to `[...]`."""
+def _ratios(log_total: Tensor, mean_logit: Tensor, mass: Tensor) -> Tensor:
+    """Each rho_k over its mean over the ranges, `[..., K]`; 0 where rho is 0 throughout."""
     log_rho = log_total - mass.log()
     top = log_rho.amax(-1, keepdim=True)
     rho = (log_rho - top.masked_fill(top == -torch.inf, 0.0)).exp() * mean_logit
-    ratio = rho / rho.mean(-1, keepdim=True)
-    return torch.where(ratio > 0, torch.maximum(ratio, 1 / ratio), torch.inf).amax(-1)
+    return (rho / rho.mean(-1, keepdim=True)).nan_to_num(nan=0.0)
 
 
 def _resampled_law(
