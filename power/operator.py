@@ -54,19 +54,21 @@ def attention(
             return results
         from power import kernels
 
+        before_s, before_z = state or (None, None)
         out, s, z, saved = kernels.forward(
             q,
             k,
             v,
             log_g,
-            *(state or (None, None)),
+            before_s,
+            before_z,
             cu_seqlens,
             deg,
             scale,
             chunk_size,
             return_state,
         )
-        return [out, s, z, *saved] if return_state else [out, *saved]
+        return [x for x in (out, s, z, *saved) if x is not None]
 
 
 @attention.register_fake
@@ -122,23 +124,12 @@ def attention_backward(
             )
         from power import kernels
 
-        dout, ds, dz = grads if return_state else (*grads, None, None)
+        s, z = state or (None, None)
+        dout, *dstate = grads
+        ds, dz = dstate or (None, None)
         out, *saved = results
         gradients = kernels.backward(
-            dout,
-            ds,
-            dz,
-            q,
-            k,
-            v,
-            log_g,
-            *(state or (None, None)),
-            cu_seqlens,
-            out,
-            saved,
-            deg,
-            scale,
-            chunk_size,
+            dout, ds, dz, q, k, v, log_g, s, z, cu_seqlens, out, saved, deg, scale, chunk_size
         )
         return [x for x in gradients if x is not None]
 

@@ -190,7 +190,7 @@ STATE = PowerState(torch.zeros(2, 2, 64, 6), torch.zeros(2, 2, 64))
         (ValueError, "impl must be 'auto', 'triton' or 'reference', got 1", {"impl": 1}),
         (TypeError, "initial_state must be a PowerState or None", {"initial_state": STATE.z}),
         (ValueError, r"state.s .* \[2, 2, 64, 6\]", {"initial_state": (STATE.z, STATE.z)}),
-        (TypeError, "state.z .* float32", {"initial_state": (STATE.s, STATE.z.half())}),
+        (TypeError, "state.z .*float32", {"initial_state": (STATE.s, STATE.z.half())}),
         (ValueError, "batch of 1, got 2 bounds", {"cu_seqlens": torch.tensor([0, 40])}),
         (TypeError, "cu_seqlens must have the dtype", {"cu_seqlens": torch.tensor([0.0, 40.0])}),
     ],
