@@ -166,8 +166,10 @@ def prepare(
     if not q.is_floating_point():
         raise TypeError(f"q must have a floating dtype, got {q.dtype}")
     dtype = q.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    kind = q.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if autocast and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) else x for x in (q, k, v))
     batch, heads, length, head_dim = q.shape
     check_tensor("k", k, (batch, "H_kv", length, head_dim), (dtype,), q.device)

@@ -71,7 +71,8 @@ class DecodeState(NamedTuple):
             TypeError: If an argument has the wrong type or dtype.
             ValueError: If shapes or sizes do not fit.
         """
-        prepare(k, k, v, log_g, deg, None)
+        check_tensor("k", k, ("B", "H_kv", "n", "K"))
+        k, _, v, _ = prepare(k, k, v, log_g, deg, None)
         batch, kv_heads, tokens, head_dim = k.shape
         _check_chunk_size(chunk_size)
         if tokens >= chunk_size:

@@ -24,7 +24,7 @@ Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attentio
 
 import itertools
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,23 +32,6 @@ from torch import Tensor
 from power.feature_map import PowerState, state_size, symmetric_power
 
 Result = tuple[Tensor, PowerState | None]
-
-
-class Form(Protocol):
-    """What the three forms have in common."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_g: Tensor | None = None,
-        *,
-        initial_state: PowerState | None = None,
-        return_state: bool = False,
-    ) -> Result:
-        """Return the output and, where asked for, the state after the last token."""
-        ...
 
 
 def quadratic(
@@ -149,7 +132,7 @@ def recurrent(
 
 
 def packed(
-    form: Form,
+    form: Callable[..., Result],
     q: Tensor,
     k: Tensor,
     v: Tensor,

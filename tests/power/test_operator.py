@@ -1,5 +1,6 @@
 """The operator under what PyTorch may put around it; on a CPU the reference runs in it."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -114,6 +115,8 @@ def test_autocast_casts_once_and_not_within(draw, dense):
     with torch.autocast("cpu", torch.bfloat16):
         out, state = power_attention(*mixed, chunk_size=16, return_state=True)
         out.sum().backward()
+        compiled = torch.compile(power_attention, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*mixed, chunk_size=16), out)
     rounded = [x.detach().bfloat16() for x in (q, k, v)]
     assert out.dtype == torch.bfloat16
     assert state.s.dtype == log_g.grad.dtype == q.grad.dtype == torch.float32
@@ -130,6 +133,13 @@ def test_without_gradients(no_grad, draw):
         out = power_attention(*inputs)
     assert torch.equal(out, want)
     assert not out.requires_grad
+
+
+def test_shapes_on_the_meta_device():
+    q, k, v = torch.randn(3, 1, 2, 100, 16, device="meta")
+    out, state = power_attention(q, k, v, return_state=True)
+    assert out.shape == q.shape
+    assert state.s.shape == (1, 2, 256, 16)
 
 
 DDP = """
@@ -167,7 +177,11 @@ DDP = """
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = s.getsockname()[1]
-        mp.spawn(work, (port,), 2)
+        other = mp.get_context("fork").Process(target=work, args=(1, port))
+        other.start()
+        work(0, port)
+        other.join()
+        sys.exit(other.exitcode)
 """
 
 
