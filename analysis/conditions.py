@@ -20,6 +20,7 @@ Reference: Anson, Wang & Aitchison, "Scale-invariant attention", arXiv 2505.1708
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 
 import numpy as np
 import torch
@@ -123,7 +124,7 @@ def predict(
         A `Prediction`.
 
     Raises:
-        TypeError: `t` is not an integer tensor.
+        TypeError: `t` is not an integer tensor, or `score_mod` no plain function.
         ValueError: `t` is not 1-D, empty, negative or past `q_idx`; `sigma` is not positive.
     """
     if not isinstance(t, Tensor) or t.is_floating_point() or t.is_complex():
@@ -189,7 +190,8 @@ def expected(
         An `Expected`.
 
     Raises:
-        TypeError: `edges` are not integers, or `mu` or `sigma` is a tensor.
+        TypeError: `edges` are not integers, `mu` or `sigma` is a tensor, or `score_mod` is no
+            plain function.
         ValueError: `edges` do not increase, are negative or reach past `q_idx + 1`.
 
     >>> from score_mods import scale_invariant
@@ -243,7 +245,7 @@ def expected_entropy(
         Mean entropy in nats and its standard error over rows, an `Estimate`.
 
     Raises:
-        TypeError: `edges` are not integers.
+        TypeError: `edges` are not integers, or `score_mod` is no plain function.
         ValueError: `rows` is below 2, or `edges` do not increase or reach past `q_idx + 1`.
     """
     if rows < 2:
@@ -317,6 +319,20 @@ def limits(
     return alpha * shell, (beta + mu * alpha) * shell
 
 
+def placed(score_mod: ScoreMod, device: torch.device, name: str = "score_mod") -> ScoreMod:
+    """The mod with what it captures on `device`.
+
+    Raises:
+        TypeError: It is no plain function.
+    """
+    if not isinstance(score_mod, FunctionType):
+        raise TypeError(
+            f"{name} must be a plain function (score, b, h, q_idx, kv_idx) -> score, or None for "
+            f"plain softmax, got {type(score_mod).__name__}"
+        )
+    return to_device(score_mod, device)
+
+
 def _at(moment: Moment, t: Tensor, name: str) -> Tensor:
     """The moment at each distance, float64."""
     value = moment(t) if callable(moment) else moment
@@ -331,7 +347,7 @@ def _apply(score_mod: ScoreMod | None, scores: Tensor, t: Tensor, q_idx: int, he
     if score_mod is None:
         return scores
     index = [torch.tensor(i, device=t.device) for i in (0, head, q_idx)]
-    score_mod = to_device(score_mod, t.device)
+    score_mod = placed(score_mod, t.device)
     with torch.no_grad():
         return score_mod(scores, *index, q_idx - t).double().expand(scores.shape)
 

@@ -38,7 +38,7 @@ from analysis.ranges import checked_edges, law_edges, law_mass, merge
 from analysis.verdict import FLAT, SLOPE, SPREAD, STEEP, Finding, Verdict, Verdicts
 
 _LEAST_KEYS = 8  # in a range
-_SAMPLED = 32  # distances in a range, for intervals
+_SAMPLED = 16  # distances in a range, for intervals
 _FLOOR = -1e6  # stands for log 0
 
 
@@ -276,7 +276,7 @@ def _resampled_law(
 ) -> tuple[Tensor, Tensor]:
     """Log E[Z] and E[N~]/E[Z] by the law of each resample's base logits `[S, K]`.
 
-    A range of more than 32 distances is represented by 32, evenly spaced.
+    A range of more than 16 distances is represented by 16, evenly spaced.
     """
     base = measurement.base
     mean, deviation = (m[head].cpu() for m in base.by_distance(weights.to(base.count)))

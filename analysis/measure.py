@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from analysis.base_logits import BaseLogits, BaseSums
-from analysis.conditions import ScoreMod
+from analysis.conditions import ScoreMod, placed
 from analysis.ranges import checked_edges, law_edges, merge
-from score_mods import to_device
 
 _ROWS = 16  # rows in a block
 _ELEMENTS = 1 << 19  # logits in a block
@@ -161,7 +160,8 @@ def measure(
         A `Measurement`.
 
     Raises:
-        TypeError: `q` or `k` is not a floating-point tensor, or `edges` are not integers.
+        TypeError: `q` or `k` is not a floating-point tensor, `edges` are not integers, or a
+            mechanism is no plain function.
         ValueError: Shapes, devices, positions or edges do not fit, or a mechanism gives NaN.
     """
     for name, x in (("q", q), ("k", k)):
@@ -235,7 +235,7 @@ def measure_gaussian(
         A `Measurement`.
 
     Raises:
-        TypeError: `edges` are not integers.
+        TypeError: `edges` are not integers, or a mechanism is no plain function.
         ValueError: A number is out of its range, or a mechanism gives NaN.
     """
     for name, value, least in (("length", length, 4), ("rows", rows, 1), ("heads", heads, 1)):
@@ -289,7 +289,10 @@ def _scan(
             f"got {int(q_positions.min())}..{int(q_positions.max())}"
         )
     device, rows = q_positions.device, len(q_positions)
-    mods = {n: mod if mod is None else to_device(mod, device) for n, mod in score_mods.items()}
+    mods = {
+        name: mod if mod is None else placed(mod, device, f"score_mods[{name!r}]")
+        for name, mod in score_mods.items()
+    }
     sums = {name: _Weights(heads, batch * rows, len(cells) - 1, device) for name in mods}
     base = BaseSums(heads, q_positions.repeat(batch), cells[1:], length)
     head = torch.arange(heads, device=device)[:, None, None]

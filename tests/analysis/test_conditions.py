@@ -263,6 +263,7 @@ def test_entropy_of_long_and_of_empty_ranges():
         (lambda: predict(None, torch.tensor([5]), q_idx=4), ValueError, "t must lie"),
         (lambda: predict(None, torch.tensor([5]), sigma=0.0), ValueError, "sigma must be"),
         (lambda: predict(None, torch.tensor([5]), mu=torch.ones(2)), ValueError, "mu must have"),
+        (lambda: predict("none", torch.tensor([5])), TypeError, "score_mod must be a plain"),
         (lambda: expected(None, [1, 1]), ValueError, "edges must be"),
         (lambda: expected(None, [1.0, 2.0]), TypeError, "edges must be integers"),
         (lambda: expected(None, [1, 9], mu=torch.ones(8)), TypeError, "mu must be a number"),

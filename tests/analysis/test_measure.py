@@ -303,6 +303,7 @@ Q, K = random_qk(1, 4, 2, 4, 100, 8)
         (lambda: measure(Q, K, {}, edges=[1, 101]), ValueError, "edges must not pass"),
         (lambda: measure(Q, K, {}, edges=[3, 1]), ValueError, "edges must be"),
         (lambda: measure(Q, K, {"a": lambda s, b, h, i, j: s / 0}), ValueError, "score_mods"),
+        (lambda: measure(Q, K, {"a": "none"}), TypeError, r"score_mods\['a'\] must be a plain"),
         (lambda: measure(Q * torch.nan, K, {"none": None}), ValueError, "score_mods"),
         (lambda: measure_gaussian({}, 3), ValueError, "length must be"),
         (lambda: measure_gaussian({}, 300, rows=0), ValueError, "rows must be"),
