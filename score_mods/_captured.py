@@ -68,19 +68,23 @@ def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
 def described(mod: F, name: str, *captured: Any) -> F:
     """Give `mod` its name and the head count of what it captures, tensors or described mods.
 
+    The head axis of a tensor is marked static: it never varies in a model, and with one more
+    symbolic size the CPU's FlexAttention of torch 2.13 may not compile.
+
     Raises:
         ValueError: if two of them are for different numbers of heads.
     """
     heads = set()
     for item in captured:
-        if isinstance(item, Tensor):
-            heads |= {item.shape[0]} if item.ndim == 1 and item.shape[0] > 1 else set()
-        else:
-            heads |= {getattr(item, "num_heads", None) or 1} - {1}
+        if not isinstance(item, Tensor):
+            heads.add(getattr(item, "num_heads", None) or 1)
+        elif item.ndim == 1:
+            heads.add(item.shape[0])
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static(item)
+    heads.discard(1)
     if len(heads) > 1:
-        raise ValueError(
-            f"{name} must get parameters for one number of heads, got {sorted(heads)}"
-        )
+        raise ValueError(f"{name} needs parameters for one number of heads, got {sorted(heads)}")
     mod.__name__ = name
     mod.num_heads = heads.pop() if heads else None  # type: ignore[attr-defined]
     return mod

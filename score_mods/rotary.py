@@ -157,7 +157,7 @@ def p_rope(head_dim: int, p: float = 0.5, base: float = 10000.0) -> Rotary:
 
 
 def half_truncated_rope(head_dim: int, base: float = 1024.0) -> Rotary:
-    """The p-RoPE of modded-nanogpt: d/4 frequencies from 1 to 1/base, both included, and d/4 zeros.
+    """The p-RoPE of modded-nanogpt: d/4 frequencies from 1 down to 1/base, and d/4 zeros.
 
     w_i = base^(-i / (d/4 - 1)) for i < d/4, else 0. The scale-invariant paper builds on this code
     and names a base of 1024 for its p-RoPE without stating p, so this is most likely what it used.

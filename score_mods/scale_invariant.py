@@ -53,6 +53,7 @@ from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
 from score_mods._checks import integer
+from score_mods.fast import fast_constants, fast_mod, has_fast_form
 
 
 def _law(
@@ -70,7 +71,8 @@ def _law(
     log_alpha = variance / 2 if alpha is None else parameter("alpha", alpha, positive=True).log()
     ratio = variance if beta is None else parameter("beta", beta) * torch.exp(-log_alpha)
     a0_squared = 2 * (ratio - log_alpha)
-    if not (a0_squared.requires_grad or torch.compiler.is_compiling()) and a0_squared.min() <= 0:
+    given = alpha is not None or beta is not None
+    if given and not torch.compiler.is_compiling() and a0_squared.min() <= 0:
         raise ValueError(
             "beta must be above alpha * log(alpha), so that a_t is above 0 at distance 0, "
             f"got alpha={alpha}, beta={beta}, sigma={sigma}"
@@ -152,7 +154,9 @@ def scale_invariant(
 
     The score at t = 0 is unchanged. Exact if the base logits at every distance have mean `mu` and
     standard deviation `sigma`: normalise queries and keys (QK-norm), or measure them. Works with
-    causal, prefix and bidirectional masks.
+    causal, prefix and bidirectional masks. On an NVIDIA GPU, bfloat16 and float16 scores get the
+    fast form of `score_mods.fast` if nothing is learnable and the mod is made outside a compiled
+    function; all others the formula as it stands.
 
     Args:
         tau: scale below which nothing changes much, in tokens, positive. A number, or a tensor of
@@ -176,10 +180,13 @@ def scale_invariant(
     Reference: Anson, Wang & Aitchison, "Scale-invariant attention", arXiv 2505.17083, equation 16.
     """
     constants = _law(tau, alpha, beta, sigma, mu, ndim)
+    fast = fast_constants(ndim, *constants) if has_fast_form(ndim, *constants) else None
 
     def scale_invariant_mod(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
+        if fast is not None and score.is_cuda and score.dtype in (torch.bfloat16, torch.float16):
+            return fast_mod(fast, score, h, q_idx, kv_idx)
         dtype = torch.promote_types(score.dtype, torch.float32)
         t = (q_idx - kv_idx).abs().to(dtype)
         a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
