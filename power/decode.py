@@ -227,7 +227,10 @@ def power_attention_step(
         ("filled", (batch,), torch.int32),
         ("length", (batch,), torch.int64),
     ):
-        check_tensor(f"state.{name}", getattr(state, name), shape, (kind,), q.device)
+        x = getattr(state, name)
+        check_tensor(f"state.{name}", x, shape, (kind,), q.device)
+        if not x.is_contiguous():
+            raise ValueError(f"state.{name} must be contiguous, got strides {list(x.stride())}")
     impl = choose_impl(impl, q)
     if impl == "triton":
         from power import kernels

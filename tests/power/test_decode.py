@@ -96,6 +96,14 @@ def test_in_place_or_not(draw):
     assert all(torch.equal(a, b) for a, b in zip(state, new, strict=True))
 
 
+def test_a_state_must_be_contiguous(draw):
+    inputs = draw()
+    state = start(*inputs[1:3])
+    turned = state._replace(z=state.z.mT.contiguous().mT)
+    with pytest.raises(ValueError, match=r"state.z must be contiguous, got strides"):
+        power_attention_step(*inputs, turned)
+
+
 def test_an_overwritten_chunk_leaves_nothing_behind(draw):
     """The buffers keep old tokens after a fold; a step must not see them."""
     inputs = draw(length=12)
