@@ -11,6 +11,7 @@ from score_mods.attention import attention
 from score_mods.catalogue import Mechanism, catalogue
 from score_mods.combine import compose, exempt_keys, with_offset, with_positions
 from score_mods.dense import dense_attention
+from score_mods.kernel_options import kernel_options
 from score_mods.logn import logn, ssmax
 from score_mods.masks import (
     and_masks,
@@ -53,6 +54,7 @@ __all__ = [
     "dynamic_ntk_rope",
     "exempt_keys",
     "half_truncated_rope",
+    "kernel_options",
     "logn",
     "ntk_rope",
     "or_masks",

@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from score_mods._captured import Mod, is_mask_mod, to_device
 from score_mods.dense import dense_attention
-from score_mods.masks import create_block_mask
+from score_mods.kernel_options import flash_obstacle, kernel_options
+from score_mods.masks import causal, create_block_mask
 
 # Torch counts the graphs of one function over all the score_mods and lengths of a process, and
 # stops compiling at 8.
@@ -75,6 +76,32 @@ def _check(
         raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
 
 
+def _kernel_options(
+    q: Tensor,
+    score_mod: Mod | None,
+    mask_mod: Mod | BlockMask | None,
+    backend: str,
+) -> dict[str, Any] | None:
+    """What to tell FlexAttention about its kernel."""
+    if backend == "flash":
+        obstacle = flash_obstacle(q, score_mod)
+        if obstacle is not None:
+            raise ValueError(f'backend="flash" cannot be used: {obstacle}; use backend="triton"')
+        return {"BACKEND": "FLASH"}
+    # Fewer than 128 queries get FlexAttention's decoding kernel, which has options of its own.
+    if q.device.type != "cuda" or q.shape[2] < 128:
+        return None
+    if isinstance(mask_mod, BlockMask) and any(size % 128 for size in mask_mod.BLOCK_SIZE):
+        return None
+    return kernel_options(
+        q.shape[3],
+        q.dtype,
+        score_mod=score_mod is not None,
+        contiguous=mask_mod is None or mask_mod is causal,
+        device=q.device,
+    )
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -86,6 +113,7 @@ def attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     impl: str = "flex",
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a score_mod and a mask_mod, by compiled FlexAttention.
 
@@ -105,6 +133,8 @@ def attention(
         return_lse: whether to return the rows' log-sum-exp too.
         impl: "flex", or "dense" for `dense_attention`: any dtype, differentiable on a CPU, T²
             memory.
+        backend: FlexAttention's kernels: "triton", "flash" (flash-attn-4), or "auto", which is
+            "triton".
 
     Returns:
         `(B, H, T_q, D_v)`, with `return_lse` also the natural log of each row's sum, `(B, H,
@@ -118,13 +148,15 @@ def attention(
 
     >>> import score_mods
     >>> q = k = v = torch.randn(1, 2, 8, 16)
-    >>> out = score_mods.attention(q, k, v, score_mods.scale_invariant(), score_mods.causal,
-        impl="dense")
+    >>> mod = score_mods.scale_invariant()
+    >>> out = score_mods.attention(q, k, v, mod, score_mods.causal, impl="dense")
     >>> out.shape
     torch.Size([1, 2, 8, 16])
     """
     if impl not in ("flex", "dense"):
         raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+    if backend not in ("auto", "triton", "flash"):
+        raise ValueError(f'backend must be "auto", "triton" or "flash", got {backend!r}')
     _check(q, k, v, score_mod, mask_mod, enable_gqa)
     if impl == "dense":
         dense_mask = mask_mod.mask_mod if isinstance(mask_mod, BlockMask) else mask_mod
@@ -146,6 +178,7 @@ def attention(
             f'got {q.shape[3]} and {v.shape[3]}; use impl="dense"'
         )
 
+    kernel = _kernel_options(q, score_mod, mask_mod, backend)
     compiling = torch.compiler.is_compiling()
     if score_mod is not None and not compiling:
         score_mod = to_device(score_mod, q.device)
@@ -158,6 +191,7 @@ def attention(
         "block_mask": mask_mod,
         "scale": scale,
         "enable_gqa": enable_gqa,
+        "kernel_options": kernel,
         "return_aux": AuxRequest(lse=True) if return_lse else None,
     }
     if compiling:
