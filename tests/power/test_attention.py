@@ -1,4 +1,7 @@
+import subprocess
+import sys
 from itertools import pairwise
+from textwrap import dedent
 
 import pytest
 import torch
@@ -205,6 +208,23 @@ def test_errors(error, message, changes, draw):
         arguments[name] = value
     with pytest.raises(error, match=message):
         power_attention(**arguments)
+
+
+def test_without_triton():
+    code = """
+        import sys
+        sys.modules["triton"] = None  # as if it were not installed
+        import torch
+        from power import power_attention
+        q = torch.ones(1, 1, 4, 32)
+        power_attention(q, q, q)
+        power_attention(q, q, q, impl="triton")
+    """
+    run = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True)
+    assert run.stderr.endswith(
+        "ImportError: impl='triton' needs Triton: install scale-invariant-attention[kernels], "
+        "or pass impl='reference'\n"
+    )
 
 
 @pytest.mark.parametrize("bounds", [[0, 39], [1, 40], [0, 20, 10, 40]])
