@@ -62,6 +62,10 @@ def law_edges(tau: float, delta: float, t_max: int, *, start: int = 1) -> Tensor
 def law_mass(edges: Tensor | Sequence[int], tau: float) -> Tensor:
     """Sum 1/(t/tau + 1) over each range, which under the law is E[Z]/alpha and E[N~]/beta.
 
+    Args:
+        edges: of the ranges, rising distances in tokens, `[K + 1]`.
+        tau: of the law, in tokens, positive.
+
     Returns:
         Float64, `[K]`; tau ln(delta) but for rounding if the edges are those of `law_edges`.
     """
