@@ -1,0 +1,134 @@
+"""Which kernel options `attention` gives to FlexAttention, and what they rest on."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import score_mods as sm
+
+module = importlib.import_module("score_mods.kernel_options")
+caller = importlib.import_module("score_mods.attention")
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+
+
+def queries(T=256, D=64, dtype=torch.bfloat16):
+    """What the choice looks at of queries on a GPU."""
+    return SimpleNamespace(device=torch.device("cuda"), shape=(1, 2, T, D), dtype=dtype)
+
+
+def options(q, score_mod=None, mask_mod=sm.causal, backend="auto"):
+    return caller._kernel_options(q, score_mod, mask_mod, backend)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("score_mod", [False, True])
+def test_tiles_fit_blocks_of_128(dtype, score_mod):
+    for head_dim in (16, 64, 65, 128):
+        chosen = sm.kernel_options(head_dim, dtype, score_mod=score_mod)
+        tiles = {name: size for name, size in chosen.items() if "BLOCK" in name}
+        assert len(tiles) == 6
+        assert all(128 % size == 0 for size in tiles.values())
+        # FlexAttention needs these two to be multiples of one another.
+        assert tiles["bwd_BLOCK_N1"] % tiles["bwd_BLOCK_M1"] == 0
+        assert tiles["bwd_BLOCK_M2"] % tiles["bwd_BLOCK_N2"] == 0
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_score_mod_gets_its_own_tiles():
+    with_mod = options(queries(), sm.scale_invariant())
+    assert with_mod == sm.kernel_options(64, torch.bfloat16, contiguous=True)
+    assert with_mod != options(queries())
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(129, torch.bfloat16), (256, torch.float16), (64, torch.float32)]
+)
+def test_no_tiles_where_none_were_measured(head_dim, dtype):
+    assert sm.kernel_options(head_dim, dtype) == {}
+    assert sm.kernel_options(head_dim, dtype, contiguous=True) == {"BLOCKS_ARE_CONTIGUOUS": True}
+
+
+def test_no_tiles_on_other_devices():
+    assert sm.kernel_options(64, torch.bfloat16, device="cpu") == {}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_short_queries_keep_the_decoding_kernel():
+    assert options(queries(T=127), sm.scale_invariant()) is None
+    assert options(queries(T=128), sm.scale_invariant()) is not None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_only_masks_known_to_be_contiguous_are_said_to_be():
+    for mask in (sm.causal, None):
+        assert options(queries(), mask_mod=mask)["BLOCKS_ARE_CONTIGUOUS"] is True
+    block_mask = sm.create_block_mask(sm.causal, None, None, 256, 256)
+    for mask in (sm.sliding_window(9), sm.and_masks(sm.causal, sm.prefix_lm(9)), block_mask):
+        assert "BLOCKS_ARE_CONTIGUOUS" not in options(queries(), mask_mod=mask)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_block_mask_of_other_blocks_keeps_the_defaults():
+    block_mask = sm.create_block_mask(sm.causal, None, None, 256, 256, BLOCK_SIZE=64)
+    assert options(queries(), mask_mod=block_mask) is None
+
+
+def rows_follow_one_another(counts, indices):
+    for count, row in zip(counts.flatten().tolist(), indices.flatten(0, 2), strict=True):
+        if (row[1:count] - row[: max(count - 1, 0)] != 1).any():
+            return False
+    return True
+
+
+def is_contiguous(mask_mod, q_len, kv_len):
+    m = sm.create_block_mask(mask_mod, None, None, q_len, kv_len)
+    return all(
+        rows_follow_one_another(*pair)
+        for pair in (
+            (m.kv_num_blocks, m.kv_indices),
+            (m.full_kv_num_blocks, m.full_kv_indices),
+            (m.q_num_blocks, m.q_indices),
+            (m.full_q_num_blocks, m.full_q_indices),
+        )
+    )
+
+
+@pytest.mark.parametrize("q_len", [1, 128, 129, 1000, 1024])
+@pytest.mark.parametrize("kv_len", [7, 128, 700, 1000, 1024])
+def test_causal_blocks_are_contiguous(q_len, kv_len):
+    assert is_contiguous(sm.causal, q_len, kv_len)
+
+
+def test_blocks_that_are_not_would_be_seen():
+    assert not is_contiguous(sm.sliding_window(300), 1024, 1024)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match="head_dim must be an int, got float"):
+        sm.kernel_options(64.0, torch.bfloat16)
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, got str"):
+        sm.kernel_options(64, "bfloat16")
+    q = torch.randn(1, 1, 8, 16)
+    with pytest.raises(ValueError, match="or \"flash\", got 'cute'"):
+        sm.attention(q, q, q, backend="cute")
+
+
+def test_flash_says_why_not(monkeypatch):
+    learnable = sm.scale_invariant(torch.tensor([1.0, 2.0], requires_grad=True))
+    with pytest.raises(ValueError, match=r'flash-attn-4 cannot be imported.*backend="triton"'):
+        options(queries(), backend="flash")
+    monkeypatch.setattr(module, "_flash_is_installed", lambda: True)
+    with pytest.raises(ValueError, match="gives no gradient to what a score_mod captures"):
+        options(queries(), sm.with_offset(learnable, 3), backend="flash")
+    with pytest.raises(ValueError, match=r"takes bfloat16 and float16 .* torch.float32 on cuda"):
+        options(queries(dtype=torch.float32), backend="flash")
+    assert options(queries(), sm.scale_invariant(), backend="flash") == {"BACKEND": "FLASH"}
