@@ -1,11 +1,21 @@
-"""What every mechanism must do, against a construction from its paper that shares no code with it.
+"""What every score_mod must do, against a construction from its paper that shares no code with it.
 
-`CASES` has an entry for every score_mod of the catalogue: the mod, and a function of (score, head,
-query, key) for one pair. Masks and rotary schemes have theirs in test_masks.py and test_rotary.py.
-A mechanism without a case fails.
+The files cases_*.py beside this one hold, by the names of the catalogue,
+
+- `CASES`: for each score_mod a list of (mod, pair), where pair is a function of (score, head,
+  query, key) for one pair; the first mod of a list is for 6 heads or any number of them;
+- `BOUNDED`: names whose positions are bounded by a shape or a table;
+- `LEARNABLE`: functions of a list of four parameters that are learned;
+- `NEEDED`: arguments that the factory needs besides a learned one;
+- `BAD`: (call, error, message).
+
+Masks and rotary schemes have their cases in test_masks.py and test_rotary.py. A mechanism without
+a case fails.
 """
 
+import importlib.util
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,86 +24,33 @@ import torch
 import score_mods as sm
 
 H, D = 6, 32
-TAUS = [2.0, 5.0, 10.0, 50.0, 300.0, 1000.0]
 
 
-def si_pair(
-    tau=10.0, alpha=None, beta=None, sigma=1.0, mu=0.0, d=1, distance=lambda q, k: abs(q - k)
-):
-    """Equation 15 solved for one pair, with sigma and mu around it."""
-
-    def pair(s, h, q, k):
-        tau_h = tau[h] if isinstance(tau, list) else tau
-        sigma_h = sigma[h] if isinstance(sigma, list) else sigma
-        alpha_h = math.exp(sigma_h**2 / 2) if alpha is None else alpha
-        beta_h = sigma_h**2 * alpha_h if beta is None else beta
-        target = alpha_h / (distance(q, k) / tau_h + 1) ** d  # E[exp L_t]
-        # E[L exp L] / E[exp L] = m + A^2 and log E[exp L] = m + A^2 / 2.
-        a_squared = 2 * (beta_h / alpha_h - math.log(target))
-        m = beta_h / alpha_h - a_squared
-        return math.sqrt(a_squared) * (s - mu) / sigma_h + mu + m
-
-    return pair
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def grid_distance(width):
-    return lambda q, k: math.dist(divmod(q, width), divmod(k, width))
+FILES = [load(path) for path in sorted(Path(__file__).parent.glob("cases_*.py"))]
 
 
-def alibi_slope_by_rule(h, heads):
-    """The rule as a recursion: the next lower power of two, then every other of its double."""
-    if math.log2(heads).is_integer():
-        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
-        return start ** (h + 1)
-    lower = 2 ** math.floor(math.log2(heads))
-    if h < lower:
-        return alibi_slope_by_rule(h, lower)
-    return alibi_slope_by_rule(2 * (h - lower), 2 * lower)
+def gathered(name):
+    """The dicts of that name of all files, in one."""
+    return {key: value for file in FILES for key, value in getattr(file, name, {}).items()}
 
 
-CASES = {
-    "scale_invariant": [
-        (sm.scale_invariant(), si_pair()),
-        (sm.scale_invariant(300.0), si_pair(300.0)),
-        (sm.scale_invariant(7.0, alpha=2.0, beta=3.0), si_pair(7.0, 2.0, 3.0)),
-        (sm.scale_invariant(alpha=0.3), si_pair(alpha=0.3)),
-        (sm.scale_invariant(sigma=2.7, mu=-6.0), si_pair(sigma=2.7, mu=-6.0)),
-        (sm.scale_invariant(ndim=3), si_pair(d=3)),
-        (
-            sm.scale_invariant(torch.tensor(TAUS), sigma=torch.tensor([1.0, 2, 3, 4, 5, 6])),
-            si_pair(TAUS, sigma=[1.0, 2, 3, 4, 5, 6]),
-        ),
-    ],
-    "scale_invariant_grid": [
-        (sm.scale_invariant_grid((20, 13)), si_pair(d=2, distance=grid_distance(13))),
-        (
-            sm.scale_invariant_grid((300,), 4.0, sigma=0.5, mu=1.0),
-            si_pair(4.0, sigma=0.5, mu=1.0),
-        ),
-    ],
-    "alibi": [
-        (sm.alibi(H), lambda s, h, q, k: s - alibi_slope_by_rule(h, H) * abs(q - k)),
-        (sm.alibi(8), lambda s, h, q, k: s - 2.0 ** -(h + 1) * abs(q - k)),
-    ],
-    "logn": [
-        (sm.logn(), lambda s, h, q, k: s * math.log(q + 1)),
-        (sm.logn(s=0.4), lambda s, h, q, k: 0.4 * s * math.log(q + 1)),
-        (sm.logn(50), lambda s, h, q, k: s * (math.log(q + 1, 50) if q + 1 > 50 else 1)),
-    ],
-    "ssmax": [
-        (sm.ssmax(0.43), lambda s, h, q, k: s * 0.43 * math.log(q + 1)),
-        (
-            sm.ssmax(torch.tensor(TAUS), b=2.0),
-            lambda s, h, q, k: s * (TAUS[h] * math.log(q + 1) + 2.0),
-        ),
-    ],
-}
+CASES, LEARNABLE, NEEDED = gathered("CASES"), gathered("LEARNABLE"), gathered("NEEDED")
+BOUNDED = {name for file in FILES for name in getattr(file, "BOUNDED", ())}
+BAD = [case for file in FILES for case in getattr(file, "BAD", ())]
+ENTRIES = {m.name: m for m in sm.catalogue}
 FLAT = [
     pytest.param(*case, id=f"{name}-{i}")
     for name, cases in CASES.items()
     for i, case in enumerate(cases)
 ]
-FIRST = [pytest.param(*cases[0], id=name) for name, cases in CASES.items()]
+FIRST = [pytest.param(name, cases[0][0], id=name) for name, cases in CASES.items()]
 
 
 def by_pairs(pair, score):
@@ -115,7 +72,6 @@ def qkv(T, dtype=torch.float64, heads=H, size=D):
 
 
 def test_every_score_mod_of_the_catalogue_has_a_case():
-    assert {m.kind for m in sm.catalogue} == {"score_mod", "mask_mod", "q,k transform"}
     assert set(CASES) == {m.name for m in sm.catalogue if m.kind == "score_mod"}
 
 
@@ -159,7 +115,7 @@ def test_values_are_finite_and_wide_on_both_sides(mod, pair, dtype):
 
 
 @pytest.mark.parametrize(
-    ("mod", "pair"), [c for c in FLAT if not c.id.startswith("scale_invariant_grid")]
+    ("mod", "pair"), [case for case in FLAT if case.id.rsplit("-", 1)[0] not in BOUNDED]
 )
 def test_far_positions(mod, pair):
     """Distances to 2^20 and past it, with the int32 indices of a GPU."""
@@ -175,8 +131,8 @@ def test_far_positions(mod, pair):
                 assert out[h, i, j] == pytest.approx(expected, rel=2e-6, abs=2e-5)
 
 
-@pytest.mark.parametrize(("mod", "pair"), FIRST)
-def test_decoding_with_an_offset_equals_the_full_pass(mod, pair):
+@pytest.mark.parametrize(("name", "mod"), FIRST)
+def test_decoding_with_an_offset_equals_the_full_pass(name, mod):
     T = 29
     q, k, v = qkv(T)
     full = sm.dense_attention(q, k, v, mod, sm.causal)
@@ -194,8 +150,8 @@ def test_decoding_with_an_offset_equals_the_full_pass(mod, pair):
             torch.testing.assert_close(out, full[:, :, start:end], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("mod", "pair"), FIRST)
-def test_packed_documents_equal_separate_ones(mod, pair):
+@pytest.mark.parametrize(("name", "mod"), FIRST)
+def test_packed_documents_equal_separate_ones(name, mod):
     lengths = [5, 1, 17, 9]
     parts = [qkv(n) for n in lengths]
     q, k, v = (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -206,25 +162,10 @@ def test_packed_documents_equal_separate_ones(mod, pair):
     apart = [sm.dense_attention(*part, mod, sm.causal) for part in parts]
     torch.testing.assert_close(packed, torch.cat(apart, 2), rtol=0, atol=1e-12)
 
-    relative = next(m for m in sm.catalogue if m.name == mod.__name__).positions == "relative"
-    grid = (
-        mod.__name__ == "scale_invariant_grid"
-    )  # distances on a grid are not those of its flat index
-    if not grid:
+    relative = ENTRIES[name].positions == "relative"
+    if name != "scale_invariant_grid":  # distances on a grid are not those of its flat index
         without = sm.dense_attention(q, k, v, mod, mask)
         assert torch.allclose(without, packed, atol=1e-12) == relative
-
-
-LEARNABLE = {
-    "scale_invariant": lambda p: sm.scale_invariant(
-        p[0] + 3, sigma=p[1] + 2, mu=p[2], alpha=p[3] + 1
-    ),
-    "scale_invariant_grid": lambda p: sm.scale_invariant_grid(
-        (3, 4), p[0] + 3, sigma=p[1] + 2, mu=p[2]
-    ),
-    "logn": lambda p: sm.logn(5, s=p[0] + 1),
-    "ssmax": lambda p: sm.ssmax(p[0] + 1, p[1]),
-}
 
 
 @pytest.mark.parametrize("name", list(LEARNABLE))
@@ -247,14 +188,10 @@ def test_gradients_of_captured_parameters(name, shape):
 
 def test_learnable_parameters_are_those_of_the_catalogue():
     """Every parameter listed as learnable takes a tensor of shape (H,) that requires grad."""
-    needed = {"ssmax": {"s": 1.0}}
-    for mechanism in sm.catalogue:
-        for parameter in mechanism.learnable:
+    for name in CASES:
+        for parameter in ENTRIES[name].learnable:
             value = torch.full((2,), 1.3, requires_grad=True)
-            first = {"scale_invariant_grid": ((2, 2),)}.get(mechanism.name, ())
-            mod = getattr(sm, mechanism.name)(
-                *first, **{**needed.get(mechanism.name, {}), parameter: value}
-            )
+            mod = getattr(sm, name)(**{**NEEDED.get(name, {}), parameter: value})
             out = sm.dense_attention(*qkv(4, torch.float32, 2), mod, sm.causal)
             (grad,) = torch.autograd.grad(out.square().sum(), value)
             assert grad.isfinite().all()
@@ -294,43 +231,7 @@ def test_defaults_leave_the_score_at_distance_zero():
         assert m_0.item() == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: sm.scale_invariant(0), ValueError, "tau must be a positive number"),
-        (lambda: sm.scale_invariant(float("nan")), ValueError, "tau"),
-        (lambda: sm.scale_invariant("10"), TypeError, "tau must be a positive number, got str"),
-        (lambda: sm.scale_invariant(True), TypeError, "tau"),
-        (lambda: sm.scale_invariant(torch.tensor([1.0, -1.0])), ValueError, "tau"),
-        (lambda: sm.scale_invariant(torch.ones(2, 2)), ValueError, r"tau must have shape \(H,\)"),
-        (lambda: sm.scale_invariant(torch.tensor([1, 2])), TypeError, "tau"),
-        (lambda: sm.scale_invariant(torch.ones((), requires_grad=True)), ValueError, "0-d tensor"),
-        (lambda: sm.scale_invariant(sigma=-1), ValueError, "sigma"),
-        (lambda: sm.scale_invariant(alpha=0.0), ValueError, "alpha"),
-        (
-            lambda: sm.scale_invariant(alpha=2.0, beta=2 * math.log(2)),
-            ValueError,
-            "beta must be above",
-        ),
-        (lambda: sm.scale_invariant(alpha=5.0, beta=1.0), ValueError, "beta must be above"),
-        (lambda: sm.scale_invariant(ndim=0), ValueError, "ndim"),
-        (lambda: sm.scale_invariant(ndim=1.5), TypeError, "ndim"),
-        (
-            lambda: sm.scale_invariant(torch.ones(2), sigma=torch.ones(3)),
-            (ValueError, RuntimeError),
-            "heads",
-        ),
-        (lambda: sm.scale_invariant_affine(3.0), TypeError, "t must be a tensor"),
-        (lambda: sm.scale_invariant_grid([3, 4]), TypeError, "shape must be a tuple"),
-        (lambda: sm.scale_invariant_grid(()), ValueError, "shape"),
-        (lambda: sm.scale_invariant_grid((3, 0)), ValueError, "shape"),
-        (lambda: sm.alibi(0), ValueError, "num_heads must be at least 1"),
-        (lambda: sm.alibi(2.0), TypeError, "num_heads"),
-        (lambda: sm.logn(1), ValueError, "train_length"),
-        (lambda: sm.logn(torch.tensor([3.0, 4.0])), ValueError, "train_length"),
-        (lambda: sm.ssmax(None), TypeError, "s must be"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), BAD)
 def test_bad_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
