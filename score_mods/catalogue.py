@@ -18,6 +18,8 @@ class Mechanism:
             `with_positions`.
         learnable: parameters that may be tensors of shape (H,) that require grad.
         source: paper or public code.
+        example: the call that makes it for 4 heads of 32 channels and 64 positions, in the names
+            of `score_mods` and `torch`.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Mechanism:
     positions: str
     learnable: tuple[str, ...]
     source: str
+    example: str
 
 
 catalogue: tuple[Mechanism, ...] = (
@@ -36,6 +39,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         ("tau", "sigma", "mu", "alpha", "beta"),
         "arXiv 2505.17083",
+        "scale_invariant()",
     ),
     Mechanism(
         "scale_invariant_grid",
@@ -44,6 +48,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         ("tau", "sigma", "mu", "alpha", "beta"),
         "derived from arXiv 2505.17083",
+        "scale_invariant_grid((8, 8))",
     ),
     Mechanism(
         "alibi",
@@ -52,6 +57,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2108.12409",
+        "alibi(4)",
     ),
     Mechanism(
         "logn",
@@ -60,11 +66,26 @@ catalogue: tuple[Mechanism, ...] = (
         "absolute",
         ("s",),
         "arXiv 2202.12172; Qwen",
+        "logn()",
     ),
     Mechanism(
-        "ssmax", "score_mod", "(s_h ln n + b_h) s", "absolute", ("s", "b"), "arXiv 2501.19399"
+        "ssmax",
+        "score_mod",
+        "(s_h ln n + b_h) s",
+        "absolute",
+        ("s", "b"),
+        "arXiv 2501.19399",
+        "ssmax(0.43)",
     ),
-    Mechanism("causal", "mask_mod", "kv_idx <= q_idx", "relative", (), "attention-gym"),
+    Mechanism(
+        "causal",
+        "mask_mod",
+        "kv_idx <= q_idx",
+        "relative",
+        (),
+        "attention-gym",
+        "causal",
+    ),
     Mechanism(
         "sliding_window",
         "mask_mod",
@@ -72,6 +93,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2310.06825",
+        "sliding_window(16)",
     ),
     Mechanism(
         "prefix_lm",
@@ -80,11 +102,26 @@ catalogue: tuple[Mechanism, ...] = (
         "absolute",
         (),
         "attention-gym",
+        "prefix_lm(16)",
     ),
     Mechanism(
-        "document", "mask_mod", "id[q_idx] = id[kv_idx]", "absolute", (), "packed sequences"
+        "document",
+        "mask_mod",
+        "id[q_idx] = id[kv_idx]",
+        "absolute",
+        (),
+        "packed sequences",
+        "document(torch.arange(64) // 20)",
     ),
-    Mechanism("rope", "q,k transform", "w_i = base^(-2i/d)", "relative", (), "arXiv 2104.09864"),
+    Mechanism(
+        "rope",
+        "q,k transform",
+        "w_i = base^(-2i/d)",
+        "relative",
+        (),
+        "arXiv 2104.09864",
+        "rope(32)",
+    ),
     Mechanism(
         "p_rope",
         "q,k transform",
@@ -92,6 +129,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2410.06205",
+        "p_rope(32)",
     ),
     Mechanism(
         "half_truncated_rope",
@@ -100,6 +138,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "modded-nanogpt; arXiv 2505.17083",
+        "half_truncated_rope(32)",
     ),
     Mechanism(
         "position_interpolation",
@@ -108,6 +147,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2306.15595",
+        "position_interpolation(32, 4.0)",
     ),
     Mechanism(
         "ntk_rope",
@@ -116,6 +156,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2309.00071",
+        "ntk_rope(32, 4.0)",
     ),
     Mechanism(
         "dynamic_ntk_rope",
@@ -124,6 +165,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "emozilla (2023); transformers",
+        "dynamic_ntk_rope(32, 64, 16)",
     ),
     Mechanism(
         "yarn_rope",
@@ -132,6 +174,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2309.00071",
+        "yarn_rope(32, 4.0, 16)",
     ),
 )
 

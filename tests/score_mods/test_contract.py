@@ -75,6 +75,13 @@ def test_every_score_mod_of_the_catalogue_has_a_case():
     assert set(CASES) == {m.name for m in sm.catalogue if m.kind == "score_mod"}
 
 
+@pytest.mark.parametrize("name", list(ENTRIES))
+def test_examples_of_the_catalogue_are_made_by_their_factories(name):
+    made = eval(ENTRIES[name].example, {**vars(sm), "torch": torch})
+    assert callable(made)
+    assert ENTRIES[name].example.startswith(name)
+
+
 @pytest.mark.parametrize(("mod", "pair"), FLAT)
 def test_equals_its_paper(mod, pair):
     T = 61
