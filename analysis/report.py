@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ class Settings:
         mods: Names of mechanisms, among `NAMES`.
         lengths: Context lengths in tokens, at least 512; if empty, 1,024 to 65,536 (8,192 for a
             model).
-        tau: Scales of scale-invariant attention in tokens; if empty, 10 and 1000 (3000).
+        tau: Scales of scale-invariant attention in tokens; if empty, 10 and 1000 (3000 for
+            a model); 10 alone where 1000 does not fit into the length.
         rows: Rows of attention (queries) that are measured, at least 32; if 0, 256 (128).
         seed: Seed of the draws.
         out: Folder to write.
@@ -115,6 +117,12 @@ def report(settings: Settings) -> str:
         ValueError: A setting is out of its range, or the model cannot be measured.
     """
     settings = _checked(settings)
+    missing = [name for name in ("matplotlib", "tqdm") if find_spec(name) is None]
+    if missing:
+        needed = " and ".join(missing)
+        raise ImportError(
+            f"a report needs {needed}: pip install 'scale-invariant-attention[plot]'"
+        )
     with _folder(Path(settings.out)) as folder:
         if settings.gaussian:
             from analysis.report_gaussian import survey_gaussian
@@ -191,9 +199,14 @@ def _checked(settings: Settings) -> Settings:
     lengths = tuple(sorted(set(settings.lengths or default)))
     if lengths[0] < 512:
         raise ValueError(f"lengths: expected at least 512 tokens, got {lengths[0]}")
-    tau = settings.tau or ((10.0, 1000.0) if settings.gaussian else (10.0, 3000.0))
-    if not all(0 < scale < math.inf for scale in tau):
-        raise ValueError(f"tau: expected numbers above 0, got {tau}")
+    fits = (lengths[-1] - 1) / 3  # the largest tau with two ranges, up to tau and to 3 tau
+    tau = settings.tau or ((10.0, 1000.0) if fits >= 1000 else (10.0,))
+    if not settings.gaussian:
+        tau = settings.tau or (10.0, 3000.0)
+    for scale in tau:
+        if not 0 < scale < math.inf or (settings.gaussian and scale > fits):
+            limit = f" and at most {fits:g} at this length" if settings.gaussian else ""
+            raise ValueError(f"tau: expected numbers above 0{limit}, got {scale:g}")
     rows = settings.rows or (256 if settings.gaussian else 128)
     if rows < 32:
         raise ValueError(f"rows: expected at least 32, got {rows}")
@@ -211,7 +224,11 @@ def _folder(out: Path) -> Iterator[Path]:
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"out: {out} is not a folder")
     near = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=near) as name:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix=".report-", dir=near)
+    except OSError as error:
+        raise OSError(f"out: {out} cannot be written: {error.strerror}") from error
+    with temporary as name:
         yield Path(name)
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(Path(name).iterdir()):

@@ -212,12 +212,13 @@ Distance 0 and the first token are left out.
 
 ![Base logits](logits.png)
 
-**Base logits**: deviation by head; quantiles by layer, standardised row by row; mean and
-deviation by distance, in deviations of the head (median over heads, and the band of 80 % of them).
+**Mean and deviation of the base logits**: by head above; by distance below, in deviations of the
+head (median over heads, and the band of 80 % of them).
 
-![Attention on the first token](first_token.png)
+![Quantiles of the base logits, and attention on the first token](layers.png)
 
-**Attention on the first token** under plain softmax, head by head.
+**By layer**: quantiles of the base logits, standardised row by row, against the normal's; and the
+attention on the first token under plain softmax, head by head.
 
 ## The mechanisms on the model's own q and k
 
@@ -304,11 +305,12 @@ def _draw(folder: Path, survey: Survey, names: list[str], settings: Settings) ->
     t, (mean, deviation) = survey["distance"][0], _by_distance(survey)
     with plots.figure(folder / "logits.png", 2, 2) as axes:
         plots.heatmap(axes[0, 0], survey["sigma"], r"deviation $\sigma$ of the base logits")
-        plots.qq(axes[0, 1], _NORMAL, survey["quantiles"])
+        plots.heatmap(axes[0, 1], survey["mu_by_sigma"], r"mean of the base logits / $\sigma$")
         plots.spread(axes[1, 0], t, mean, r"mean / $\sigma$")
         plots.spread(axes[1, 1], t, deviation, r"deviation / $\sigma$", colour=3)
-    with plots.figure(folder / "first_token.png", height=2.6) as axes:
-        plots.by_layer(axes[0, 0], survey["first"][:, 0], "attention on the first token")
+    with plots.figure(folder / "layers.png", 2) as axes:
+        plots.qq(axes[0, 0], _NORMAL, survey["quantiles"])
+        plots.by_layer(axes[0, 1], survey["first"][:, 0], "attention on the first token")
     with plots.figure(folder / "slopes.png", height=0.8 + 0.4 * len(names)) as axes:
         slopes = {name: survey["slope"][:, m].ravel() for m, name in enumerate(names)}
         plots.slopes(axes[0, 0], slopes, tolerance=SLOPE)
@@ -336,7 +338,7 @@ def _draw(folder: Path, survey: Survey, names: list[str], settings: Settings) ->
     with plots.figure(folder / "length.png", 2, height=3.2) as axes:
         plots.by_length(axes[0, 0], settings.lengths, entropy, "entropy of the row (nats)")
         plots.last_share(axes[0, 1], settings.lengths, last)
-        plots.legend(axes[0, 0], names, columns=3, theory="joins points", measured="measured")
+        plots.legend(axes[0, 0], names, columns=3, measured="measured")
 
 
 def _trained(model: Any) -> str:
@@ -347,5 +349,7 @@ def _trained(model: Any) -> str:
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise OSError(f"text: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"text: {path} is not UTF-8 text") from error
