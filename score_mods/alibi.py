@@ -62,6 +62,6 @@ def alibi(num_heads: int) -> Mod:
 
     def alibi_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         dtype = torch.promote_types(score.dtype, torch.float32)
-        return score - slopes[h].to(dtype) * (q_idx - kv_idx).abs().to(dtype)
+        return score - slopes[h].to(dtype) * (q_idx - kv_idx).to(dtype).abs()
 
     return described(alibi_mod, "alibi", slopes)

@@ -99,14 +99,34 @@ def error_bound(ndim: int, tau: Tensor, a0_squared: Tensor, distance: int = 2**2
     return error.max().item()
 
 
+def has_instructions() -> bool:
+    """Whether the operators are instructions here, which takes an NVIDIA GPU and Inductor.
+
+    While a model is being compiled it is too late to tell Inductor, and the answer is no.
+    """
+    if torch.compiler.is_compiling() or torch.version.hip or not torch.cuda.is_available():
+        return False
+    _register_instructions()
+    return True
+
+
+def wants_instructions(score: Tensor) -> bool:
+    """Whether a score is of half precision and on a GPU."""
+    return score.is_cuda and score.dtype in (torch.bfloat16, torch.float16)
+
+
+def fast_log(x: Tensor) -> Tensor:
+    """Natural logarithm of x >= 1 in float32, within 2^-21 max(1, ln x), by one instruction."""
+    return math.log(2) * _approx_log2(x.float())
+
+
 def has_fast_form(
     ndim: int, tau: Tensor, sigma: Tensor, mu: Tensor, a0_squared: Tensor, m0: Tensor
 ) -> bool:
     """Whether `fast_mod` may stand for the exact form of this law on half-precision scores.
 
-    It needs an NVIDIA GPU, nothing learnable, and an `error_bound` within 5e-5, which with the
-    default tau, alpha, beta and ndim means a sigma of at least 0.35. While a model is being
-    compiled, numbers cannot be looked at and the answer is no.
+    It needs the instructions, nothing learnable, and an `error_bound` within 5e-5, which with the
+    default tau, alpha, beta and ndim means a sigma of at least 0.35.
 
     Args:
         ndim: dimension of the grid.
@@ -114,12 +134,9 @@ def has_fast_form(
         a0_squared: A_0².
         m0: m_0 = beta/alpha - A_0².
     """
-    if torch.compiler.is_compiling() or torch.version.hip or not torch.cuda.is_available():
-        return False
     if any(x.requires_grad for x in (tau, sigma, mu, a0_squared, m0)):
         return False
-    _register_instructions()
-    return error_bound(ndim, tau, a0_squared) <= _TOLERANCE
+    return has_instructions() and error_bound(ndim, tau, a0_squared) <= _TOLERANCE
 
 
 def fast_constants(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
+from score_mods.fast import fast_log, has_instructions, wants_instructions
 
 
 def ssmax(s: float | Tensor, b: float | Tensor | None = None) -> Mod:
@@ -36,10 +37,12 @@ def ssmax(s: float | Tensor, b: float | Tensor | None = None) -> Mod:
     """
     rate = parameter("s", s)
     offset = parameter("b", 0.0 if b is None else b)
+    instructions = has_instructions()
 
     def ssmax_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         dtype = torch.promote_types(score.dtype, torch.float32)
-        log_n = (q_idx + 1).to(dtype).log()
+        n = (q_idx + 1).to(dtype)
+        log_n = fast_log(n) if instructions and wants_instructions(score) else n.log()
         return (at_head(rate, h, dtype) * log_n + at_head(offset, h, dtype)) * score
 
     return described(ssmax_mod, "ssmax", rate, offset)
@@ -73,11 +76,13 @@ def logn(train_length: float | None = None, s: float | Tensor = 1.0) -> Mod:
     if length.ndim or length <= 1:
         raise ValueError(f"train_length must be a number above 1, got {train_length}")
     factor = parameter("s", s)
+    instructions = has_instructions()
     log_length = torch.tensor(math.log(length), dtype=torch.float64)
 
     def logn_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         dtype = torch.promote_types(score.dtype, torch.float32)
-        log_n = (q_idx + 1).to(dtype).log()
+        n = (q_idx + 1).to(dtype)
+        log_n = fast_log(n) if instructions and wants_instructions(score) else n.log()
         temperature = (log_n / log_length.to(dtype)).clamp(min=1)
         return at_head(factor, h, dtype) * temperature * score
 

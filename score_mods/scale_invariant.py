@@ -53,7 +53,7 @@ from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
 from score_mods._checks import integer
-from score_mods.fast import fast_constants, fast_mod, has_fast_form
+from score_mods.fast import fast_constants, fast_mod, has_fast_form, wants_instructions
 
 
 def _law(
@@ -185,7 +185,7 @@ def scale_invariant(
     def scale_invariant_mod(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
-        if fast is not None and score.is_cuda and score.dtype in (torch.bfloat16, torch.float16):
+        if fast is not None and wants_instructions(score):
             return fast_mod(fast, score, h, q_idx, kv_idx)
         dtype = torch.promote_types(score.dtype, torch.float32)
         t = (q_idx - kv_idx).abs().to(dtype)

@@ -1,5 +1,7 @@
 """The fast form against float64, at every distance to 2^20."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -138,6 +140,13 @@ def test_the_operators_are_the_functions_off_the_gpu(operator, exact):
     assert torch.equal(torch.vmap(operator, in_dims=1, out_dims=1)(x), exact(x))
 
 
+def test_logarithm_of_positions():
+    n = torch.arange(1, 2**20 + 1)
+    exact = n.double().log()
+    error = (fast.fast_log(n) - exact).abs()
+    assert (error <= 2.0**-21 * exact.clamp(min=1)).all()
+
+
 def test_unfused_flex_attention_takes_it():
     q = torch.randn(1, 2, 40, 16)
     constants = fast.fast_constants(*law())
@@ -145,7 +154,8 @@ def test_unfused_flex_attention_takes_it():
     def mod(score, b, h, q_idx, kv_idx):
         return fast.fast_mod(constants, score, h, q_idx, kv_idx)
 
-    with pytest.warns(UserWarning, match="without torch.compile"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is unfused, once for a process
         out = torch.nn.attention.flex_attention.flex_attention(q, q, q, score_mod=mod)
     expected = sm.dense_attention(*(q.double(),) * 3, sm.scale_invariant())
     assert (out - expected).abs().max() < 1e-5

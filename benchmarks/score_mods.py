@@ -1,0 +1,315 @@
+"""Every score_mod beside plain causal FlexAttention, on one GPU, in one run.
+
+Prints the tables of ``RESULTS.md``: forward and backward of a training step at 4096 tokens, over
+lengths, with grouped queries; decoding with a long cache; and the seconds that compiling takes.
+Each case is first checked against dense float64 where that fits. Kernels are compiled by many
+processes at once, and timed one at a time.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from attn_gym.mods import generate_tanh_softcap
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from triton.testing import do_bench
+
+import score_mods as sm
+
+HEADS = 16
+BASELINE = "plain"
+ACCURACY = 1e-2  # relative RMS error against float64; bf16 has some 3e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile and time; `decode` has one query and no backward."""
+
+    name: str
+    D: int
+    T: int
+    B: int
+    kv_heads: int = HEADS
+    decode: bool = False
+
+
+def as_written(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Scale-invariant attention as its paper writes it."""
+    log_x = torch.log1p((q_idx - kv_idx).abs().float() / 10)
+    return torch.sqrt(1 + 2 * log_x) * score - 2 * log_x
+
+
+def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, bool]]:
+    """Name to score_mod, and whether it gets `kernel_options` or FlexAttention's own."""
+    tau = torch.full((HEADS,), 10.0, device="cuda", requires_grad=True)
+    return {
+        BASELINE: (None, False),
+        "plain, our options": (None, True),
+        "scale_invariant": (sm.scale_invariant(), True),
+        "as written": (as_written, False),
+        "as written, our options": (as_written, True),
+        "scale_invariant, learnable tau": (sm.scale_invariant(tau), True),
+        "scale_invariant_grid": (sm.scale_invariant_grid((64, 64)), True),
+        "alibi": (sm.alibi(HEADS), True),
+        "logn": (sm.logn(), True),
+        "ssmax": (sm.ssmax(0.43), True),
+        "softcap": (generate_tanh_softcap(30), True),
+        "softcap, approx": (generate_tanh_softcap(30, approx=True), True),
+    }
+
+
+SDPA = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def cases() -> list[Case]:
+    """All of them, dearest to compile first."""
+    found = []
+    for D in (64, 128):
+        found += [Case(name, D, 4096, 4) for name in (*score_mods(), *SDPA)]
+        for T, B in ((1024, 16), (16_384, 1), (65_536, 1)):
+            found += [Case(name, D, T, B) for name in (BASELINE, "scale_invariant", *SDPA)]
+        for name in (BASELINE, "scale_invariant"):
+            found.append(Case(name, D, 4096, 4, kv_heads=4))
+        for name in (BASELINE, "scale_invariant", "as written"):
+            found.append(Case(name, D, 65_536, 8, decode=True))
+    return sorted(found, key=lambda case: case.name in SDPA)
+
+
+def function_of(case: Case, compiled: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Attention of (q, k, v), all that does not belong to a step made beforehand."""
+    grouped = case.kv_heads != HEADS
+    if case.name in SDPA:
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPA[case.name]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+        return sdpa
+    mod, ours = score_mods()[case.name]
+    if mod is not None:
+        mod = sm.to_device(sm.with_offset(mod, case.T - 1) if case.decode else mod, "cuda")
+    if case.decode:
+        return partial(compiled, score_mod=mod)
+    options = sm.kernel_options(case.D, torch.bfloat16, score_mod=bool(mod), contiguous=True)
+    return partial(
+        compiled,
+        score_mod=mod,
+        block_mask=sm.create_block_mask(sm.causal, None, None, case.T, case.T, "cuda"),
+        enable_gqa=grouped,
+        kernel_options=options if ours else None,
+    )
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """Queries, keys and values that require gradients unless decoding, and an output gradient."""
+    torch.manual_seed(0)
+    shapes = [(case.B, heads, case.T, case.D) for heads in (HEADS, case.kv_heads, case.kv_heads)]
+    if case.decode:
+        shapes[0] = (case.B, HEADS, 1, case.D)
+    qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return [*(x.requires_grad_(not case.decode) for x in qkv), torch.randn_like(qkv[0])]
+
+
+def step(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
+    out = function(q, k, v)
+    return (out, *torch.autograd.grad(out, (q, k, v), grad)) if q.requires_grad else (out,)
+
+
+def check(case: Case, results: tuple[Tensor, ...], *given: Tensor) -> None:
+    """Hold the first group of heads to dense float64, where its T² scores fit."""
+    if case.T > 4096 and not case.decode:
+        return
+    group = HEADS // case.kv_heads
+    mod = score_mods().get(case.name, (None,))[0]
+    if mod is not None and case.decode:
+        mod = sm.with_offset(mod, case.T - 1)
+    first = [x[:1, : (group if x.shape[1] == HEADS else 1)].detach().double() for x in given]
+    first[:3] = [x.requires_grad_(not case.decode) for x in first[:3]]
+    mask = None if case.decode else sm.causal
+    dense = partial(sm.dense_attention, score_mod=mod, mask_mod=mask)
+    for got, want in zip(results, step(dense, *first), strict=True):
+        got = got[:1, : want.shape[1]].double()
+        error = ((got - want).norm() / want.norm()).item()
+        if not error < ACCURACY:
+            raise ValueError(f"{case}: relative error {error:.1e} against float64")
+
+
+def measure(case: Case, function: Callable[..., Tensor]) -> tuple[float, float, float]:
+    """Milliseconds forward and backward, and the peak of a step above its inputs in MiB."""
+    q, k, v, grad = inputs(case)
+    median = partial(do_bench, warmup=25, rep=100, return_mode="median")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(function, q, k, v, grad)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    forward = median(lambda: function(q, k, v))
+    if case.decode:
+        return forward, math.nan, peak
+    out = function(q, k, v)
+    backward = median(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    return forward, backward, peak
+
+
+def compiled_flex_attention() -> Callable[..., Any]:
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # else a graph's backward runs only once
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def worker(mine: list[Case], compiled_all: Any, turn: Any, results: Any) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        compiled = compiled_flex_attention()
+        functions = {}
+        for case in mine:
+            try:
+                functions[case], given = function_of(case, compiled), inputs(case)
+                check(case, step(functions[case], *given), *given)
+            except Exception as error:
+                functions[case] = failed = repr(error)[:300]
+                print(f"{case}: {failed}", flush=True)
+            given = None
+        torch.cuda.empty_cache()
+        compiled_all.wait(timeout=1200)
+        for case, function in functions.items():
+            with turn:
+                results.put(
+                    (case, function if isinstance(function, str) else measure(case, function))
+                )
+                torch.cuda.empty_cache()
+
+
+def run(todo: list[Case], processes: int) -> dict[Case, Any]:
+    """The measurement of every case, or what went wrong."""
+    context = multiprocessing.get_context("spawn")
+    compiled_all, turn = context.Barrier(processes), context.Lock()
+    results = context.Queue()
+    workers = [
+        context.Process(target=worker, args=(todo[i::processes], compiled_all, turn, results))
+        for i in range(processes)
+    ]
+    for process in workers:
+        process.start()
+    found = dict(results.get(timeout=1200) for _ in todo)
+    for process in workers:
+        process.join()
+    return found
+
+
+def compile_seconds(name: str, D: int, seconds: Any) -> None:
+    """Seconds to compile forward and backward, with nothing cached and Inductor warmed up."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        compiled = compiled_flex_attention()
+        for case in (Case(BASELINE, 32, 256, 1), Case(name, D, 4096, 4)):
+            given, function = inputs(case), function_of(case, compiled)
+            start = time.perf_counter()
+            step(function, *given)
+            torch.cuda.synchronize()
+            elapsed = time.perf_counter() - start
+        seconds.put((name, D, elapsed))
+
+
+def compile_times() -> dict[tuple[str, int], float]:
+    context = multiprocessing.get_context("spawn")
+    seconds = context.Queue()
+    arguments = [(name, D, seconds) for name in (BASELINE, "scale_invariant") for D in (64, 128)]
+    processes = [context.Process(target=compile_seconds, args=args) for args in arguments]
+    for process in processes:
+        process.start()
+    found = [seconds.get(timeout=600) for _ in arguments]
+    return {(name, D): elapsed for name, D, elapsed in found}
+
+
+def row(case: Case, found: dict[Case, Any], label: str) -> str:
+    base = found[Case(BASELINE, case.D, case.T, case.B, case.kv_heads, case.decode)]
+    mine = found[case]
+    if isinstance(mine, str) or isinstance(base, str):
+        return f"| {label} | failed |"
+    times = [mine[0]] if case.decode else [mine[0], mine[1], mine[0] + mine[1]]
+    to = [base[0]] if case.decode else [base[0], base[1], base[0] + base[1]]
+    cells = [f"{t:.3f} ({t / b:.2f})" for t, b in zip(times, to, strict=True)]
+    return f"| {label} | {' | '.join(cells)} | {mine[2]:.0f} |"
+
+
+def table(title: str, head: str, rows: list[str]) -> str:
+    columns = head.count("|") + 1
+    rule = "|".join([" --- "] + [" ---: "] * (columns - 1))
+    return "\n".join([f"\n{title}\n", f"| {head} |", f"|{rule}|", *rows])
+
+
+def tables(found: dict[Case, Any], compiling: dict[tuple[str, int], float]) -> str:
+    head = "forward | backward | both | peak MiB"
+    parts = []
+    for D in (64, 128):
+        of = [case for case in found if case.D == D]
+        square = [case for case in of if not case.decode and case.kv_heads == HEADS]
+        order = [*score_mods(), *SDPA]
+        rank = {name: i for i, name in enumerate(order)}
+        at_4k = sorted((c for c in square if c.T == 4096), key=lambda c: rank[c.name])
+        by_length = sorted(
+            (c for c in square if c.name in (BASELINE, "scale_invariant", *SDPA)),
+            key=lambda c: (c.T, rank[c.name]),
+        )
+        grouped = [c for c in of if c.kv_heads != HEADS]
+        decoding = [c for c in of if c.decode]
+        parts += [
+            table(
+                f"Head size {D}, B 4, H 16, T 4096: ms (ratio to plain)",
+                f"mechanism | {head}",
+                [row(c, found, c.name) for c in at_4k],
+            ),
+            table(
+                f"Head size {D}, H 16, B 16, 4, 1, 1 by length",
+                f"T, mechanism | {head}",
+                [row(c, found, f"{c.T}, {c.name}") for c in by_length],
+            ),
+            table(
+                f"Head size {D}, B 4, T 4096, 16 query heads for 4 of keys",
+                f"mechanism | {head}",
+                [row(c, found, c.name) for c in grouped],
+            ),
+            table(
+                f"Head size {D}, B 8, H 16, one query, cache of 65536",
+                "mechanism | forward | peak MiB",
+                [row(c, found, c.name) for c in decoding],
+            ),
+        ]
+    rows = [
+        f"| {D} | {compiling[BASELINE, D]:.1f} | {compiling['scale_invariant', D]:.1f} |"
+        for D in (64, 128)
+    ]
+    parts.append(table("Seconds to compile", "head size | plain | scale_invariant", rows))
+    return "\n".join(parts)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks score_mods", description=__doc__)
+    parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
+    options = parser.parse_args(arguments)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"commit {commit.stdout.strip() or 'unknown'}; bf16."
+    )
+    compiling = compile_times()
+    found = run(cases(), options.processes)
+    print(tables(found, compiling))
