@@ -184,7 +184,7 @@ def test_bad_input_is_one_line_and_writes_nothing(name, tmp_path, model_folder, 
     *bars, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
     assert message.format(**places) in error
-    assert all("%|" in bar for bar in bars)  # nothing but progress before it
+    assert all("%|" in bar or not bar.strip() for bar in bars)  # progress alone before it
     assert {path.name for path in tmp_path.iterdir()} == {"short", "binary"}
 
 
