@@ -261,8 +261,8 @@ def by_layer(ax: Any, values: ArrayLike, ylabel: str) -> Any:
     """
     y = np.asarray(values)
     layer = np.arange(len(y))
-    ax.plot(np.repeat(layer, y.shape[1]), y.ravel(), ".", color=COLOURS[5], markersize=4)
-    ax.plot(layer, y.mean(axis=1), color=COLOURS[0], marker="o", label="mean over heads")
+    ax.plot(np.repeat(layer, y.shape[1]), y.ravel(), ".", color=COLOURS[6], markersize=4)
+    ax.plot(layer, y.mean(axis=1), color=COLOURS[5], marker="o", label="mean over heads")
     ax.legend(loc="best")
     return _labels(ax, "layer", ylabel)
 

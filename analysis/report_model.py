@@ -130,6 +130,7 @@ def _mechanisms(
         "verdict": each(lambda v: v.total.verdict),
         "slope": each(lambda v: v.total.value),
         "law_slope": each(lambda v: v.law_slope),
+        "negentropy_verdict": each(lambda v: v.negentropy.verdict),
         "entropy_slope": each(lambda v: v.weak_sparsity.value),
         "edges": np.array(verdicts[0, 0].edges),
         "log_z": each(lambda v: v.log_z),
@@ -163,6 +164,7 @@ def _table(survey: Survey, names: list[str]) -> str:
         "rise",
         "fall",
         "cannot be told",
+        "negentropy holds",
         "dH/d log t",
         f"last {LAST} tokens",
         "first token",
@@ -177,6 +179,7 @@ def _table(survey: Survey, names: list[str]) -> str:
                 f"{middle:.2f} ({low:.2f} to {high:.2f})",
                 f"{np.median(survey['law_slope'][:, m]):.2f}",
                 *(str(heads[v]) for v in ("holds", "rises", "falls", "cannot be told")),
+                str((survey["negentropy_verdict"][:, m] == "holds").sum()),
                 f"{np.median(survey['entropy_slope'][:, m]):.2f}",
                 f"{survey['last'][:, m, :, -1].mean():.3f}",
                 f"{survey['first'][:, m].mean():.3f}",
@@ -231,12 +234,13 @@ given the deviation sigma and the mean mu that were measured, head by head.
 
 The slope is that of log total attention against log t. It is 0 if attention is scale-invariant; a
 head holds if its 95 % interval lies within ±{SLOPE}. Beside it stands the slope of log E[Z] that
-follows from the mean and deviation measured at each distance if the logits were Gaussian. The
-first columns and the slope of the entropy (over the last decade of t) are medians over heads, the
-shares of attention are means, at {settings.lengths[-1]:,} tokens.
+follows from the mean and deviation measured at each distance if the logits were Gaussian; the two
+differ where E[Z] would be carried by keys so far out in the tail that the text has none. Slopes
+are medians over heads (that of the entropy, dH/d log t, over the last decade of t), shares are
+means, at {settings.lengths[-1]:,} tokens. The negentropy's verdict follows from the same law.
 
-- Under plain softmax the median slope is {slope["none"]:+.2f}, and {within:.0%} of the heads lie
-  within ±{SLOPE}.
+- Under plain softmax the median slope is {slope["none"]:+.2f}; {within:.0%} of the heads lie within
+  ±{SLOPE}.
 - Nearest to 0 is the median slope of `{nearest}`, {slope[nearest]:+.2f}.
 - Logits that did not depend on distance would give +1, the growth of the number of keys; the law
   asks that the weight of a key fall as 1/t, which takes that 1 away. This model's own logits take
@@ -338,7 +342,7 @@ def _draw(folder: Path, survey: Survey, names: list[str], settings: Settings) ->
     with plots.figure(folder / "length.png", 2, height=3.2) as axes:
         plots.by_length(axes[0, 0], settings.lengths, entropy, "entropy of the row (nats)")
         plots.last_share(axes[0, 1], settings.lengths, last)
-        plots.legend(axes[0, 0], names, columns=3, measured="measured")
+        plots.legend(axes[0, 0], names, columns=3, measured="mean over heads")
 
 
 def _trained(model: Any) -> str:
