@@ -149,8 +149,9 @@ def scale_invariant(
 
     With t = |q_idx - kv_idx|, x = t/tau + 1 and the default alpha and beta
 
-        s' = a_t s + m_t,    a_t = sqrt(1 + 2 ndim ln(x) / sigma²),    m_t = -2 ndim ln(x) + mu (1
-        - a_t).
+        s' = a_t s + m_t,
+        a_t = sqrt(1 + 2 ndim ln(x) / sigma²),
+        m_t = -2 ndim ln(x) + mu (1 - a_t).
 
     The score at t = 0 is unchanged. Exact if the base logits at every distance have mean `mu` and
     standard deviation `sigma`: normalise queries and keys (QK-norm), or measure them. Works with
