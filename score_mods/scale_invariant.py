@@ -12,8 +12,8 @@ For a Gaussian, E[exp L] = exp(m + A²/2) and E[L exp L] = (m + A²) exp(m + A²
 the two lines gives m_t + A_t² = beta/alpha, the logarithm of the first m_t + A_t²/2 = log alpha -
 log x; subtracting (equation 16),
 
-    A_t² = 2 (log x - log alpha + beta/alpha),    m_t = beta/alpha - A_t² = 2 log alpha -
-    beta/alpha - 2 log x.
+    A_t² = 2 (log x - log alpha + beta/alpha),
+    m_t = beta/alpha - A_t² = 2 log alpha - beta/alpha - 2 log x.
 
 At t = 0 this is A_0² = 2 (beta/alpha - log alpha), which is positive if and only if beta > alpha
 log alpha. Asking that the score at t = 0 be left as it is, A_0 = sigma and m_0 = 0, gives alpha =
