@@ -12,7 +12,6 @@ from score_mods.catalogue import Mechanism, catalogue
 from score_mods.combine import compose, exempt_keys, with_offset, with_positions
 from score_mods.dense import dense_attention
 from score_mods.kernel_options import kernel_options
-from score_mods.logn import logn, ssmax
 from score_mods.masks import (
     and_masks,
     causal,
@@ -22,6 +21,7 @@ from score_mods.masks import (
     prefix_lm,
     sliding_window,
 )
+from score_mods.merge import merge
 from score_mods.rotary import (
     Rotary,
     dynamic_ntk_rope,
@@ -37,14 +37,38 @@ from score_mods.scale_invariant import (
     scale_invariant_affine,
     scale_invariant_grid,
 )
+from score_mods.temperatures import (
+    asentmax_scale,
+    infoscale,
+    llama4_temperature,
+    log_power_temperature,
+    logn,
+    ministral_temperature,
+    power_law_temperature,
+    scale_queries,
+    ssmax,
+    yarn_temperature,
+)
+from score_mods.sinks import attention_sink, softmax_off_by_one
+from score_mods.two_branch import (
+    TwoBranch,
+    leaky_rerope,
+    lm_infinite,
+    rerope,
+    self_extend,
+    streaming_llm,
+)
 
 __all__ = [
     "Mechanism",
     "Rotary",
+    "TwoBranch",
     "alibi",
     "alibi_slopes",
     "and_masks",
+    "asentmax_scale",
     "attention",
+    "attention_sink",
     "catalogue",
     "causal",
     "compose",
@@ -54,21 +78,35 @@ __all__ = [
     "dynamic_ntk_rope",
     "exempt_keys",
     "half_truncated_rope",
+    "infoscale",
     "kernel_options",
+    "leaky_rerope",
+    "llama4_temperature",
+    "lm_infinite",
+    "log_power_temperature",
     "logn",
+    "merge",
+    "ministral_temperature",
     "ntk_rope",
     "or_masks",
     "p_rope",
     "position_interpolation",
+    "power_law_temperature",
     "prefix_lm",
+    "rerope",
     "rope",
     "scale_invariant",
     "scale_invariant_affine",
     "scale_invariant_grid",
+    "scale_queries",
+    "self_extend",
     "sliding_window",
+    "softmax_off_by_one",
     "ssmax",
+    "streaming_llm",
     "to_device",
     "with_offset",
     "with_positions",
     "yarn_rope",
+    "yarn_temperature",
 ]

@@ -66,7 +66,10 @@ def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def described(mod: F, name: str, *captured: Any) -> F:
-    """Give `mod` its name and the head count of what it captures, tensors or described mods.
+    """Give `mod` its name, its parts, and the head count of what it captures.
+
+    What it captures are tensors, or described mods, whose parts it then has; a mod of tensors
+    alone is its own one part.
 
     The head axis of a tensor is marked static: it never varies in a model, and with one more
     symbolic size the CPU's FlexAttention of torch 2.13 may not compile.
@@ -82,11 +85,13 @@ def described(mod: F, name: str, *captured: Any) -> F:
             heads.add(item.shape[0])
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static(item)
+    parts = [item.parts for item in captured if hasattr(item, "parts")]
     heads.discard(1)
     if len(heads) > 1:
         raise ValueError(f"{name} needs parameters for one number of heads, got {sorted(heads)}")
     mod.__name__ = name
     mod.num_heads = heads.pop() if heads else None  # type: ignore[attr-defined]
+    mod.parts = sum(parts, ()) if parts else (name,)  # type: ignore[attr-defined]
     return mod
 
 

@@ -11,7 +11,8 @@ class Mechanism:
 
     Attributes:
         name: its factory in `score_mods`.
-        kind: what is exact: "score_mod", "mask_mod" or "q,k transform".
+        kind: what is exact: "score_mod", "mask_mod", "q,k transform", "post-op" on (out, lse) or
+            "two-branch", which is two calls of attention or one on doubled keys.
         formula: what it does to the score s (t = |q_idx - kv_idx|, n = q_idx + 1), the mask, or
             the frequencies w_i of RoPE (d = head_dim, i < d/2).
         positions: "relative" if only distances matter, "absolute" if packed documents need
@@ -20,6 +21,8 @@ class Mechanism:
         source: paper or public code.
         example: the call that makes it for 4 heads of 32 channels and 64 positions, in the names
             of `score_mods` and `torch`.
+        stage: for a score_mod, where it stands in the order of `compose`: "temperature" (it
+            multiplies rows), "softcap", "bias" or "affine" (both by distance).
     """
 
     name: str
@@ -29,6 +32,7 @@ class Mechanism:
     learnable: tuple[str, ...]
     source: str
     example: str
+    stage: str = ""
 
 
 catalogue: tuple[Mechanism, ...] = (
@@ -40,6 +44,7 @@ catalogue: tuple[Mechanism, ...] = (
         ("tau", "sigma", "mu", "alpha", "beta"),
         "arXiv 2505.17083",
         "scale_invariant()",
+        "affine",
     ),
     Mechanism(
         "scale_invariant_grid",
@@ -49,6 +54,7 @@ catalogue: tuple[Mechanism, ...] = (
         ("tau", "sigma", "mu", "alpha", "beta"),
         "derived from arXiv 2505.17083",
         "scale_invariant_grid((8, 8))",
+        "affine",
     ),
     Mechanism(
         "alibi",
@@ -58,6 +64,7 @@ catalogue: tuple[Mechanism, ...] = (
         (),
         "arXiv 2108.12409",
         "alibi(4)",
+        "bias",
     ),
     Mechanism(
         "logn",
@@ -67,6 +74,7 @@ catalogue: tuple[Mechanism, ...] = (
         ("s",),
         "arXiv 2202.12172; Qwen",
         "logn()",
+        "temperature",
     ),
     Mechanism(
         "ssmax",
@@ -76,6 +84,77 @@ catalogue: tuple[Mechanism, ...] = (
         ("s", "b"),
         "arXiv 2501.19399",
         "ssmax(0.43)",
+        "temperature",
+    ),
+    Mechanism(
+        "infoscale",
+        "score_mod",
+        "s sqrt(1 - n^(-2/d)) / sqrt(1 - L0^(-2/d))",
+        "absolute",
+        (),
+        "arXiv 2501.08570",
+        "infoscale(16, 32)",
+        "temperature",
+    ),
+    Mechanism(
+        "llama4_temperature",
+        "score_mod",
+        "(1 + scale ln(floor(n / interval) + 1)) s",
+        "absolute",
+        ("scale",),
+        "Llama 4; transformers",
+        "llama4_temperature(0.1, 16)",
+        "temperature",
+    ),
+    Mechanism(
+        "ministral_temperature",
+        "score_mod",
+        "(1 + beta ln(floor((n - 1) / L0) + 1)) s",
+        "absolute",
+        ("beta",),
+        "Ministral 3; transformers",
+        "ministral_temperature(0.1, 16)",
+        "temperature",
+    ),
+    Mechanism(
+        "asentmax_scale",
+        "score_mod",
+        "(delta_h + beta_h ln(n + 1)^gamma_h) s",
+        "absolute",
+        ("beta", "gamma", "delta"),
+        "arXiv 2506.16640",
+        "asentmax_scale(0.5, 1.0)",
+        "temperature",
+    ),
+    Mechanism(
+        "power_law_temperature",
+        "score_mod",
+        "c_h n^p s; critical at p = 2/(d - 1)",
+        "absolute",
+        ("c",),
+        "arXiv 2605.08505",
+        "power_law_temperature(2 / 31)",
+        "temperature",
+    ),
+    Mechanism(
+        "log_power_temperature",
+        "score_mod",
+        "c_h (ln n)^p s",
+        "absolute",
+        ("c",),
+        "arXiv 2605.12697; 2510.05554",
+        "log_power_temperature(0.5)",
+        "temperature",
+    ),
+    Mechanism(
+        "yarn_temperature",
+        "score_mod",
+        "(0.1 ln factor + 1)² s",
+        "relative",
+        (),
+        "arXiv 2309.00071",
+        "yarn_temperature(4.0)",
+        "temperature",
     ),
     Mechanism(
         "causal",
@@ -176,7 +255,73 @@ catalogue: tuple[Mechanism, ...] = (
         "arXiv 2309.00071",
         "yarn_rope(32, 4.0, 16)",
     ),
+    Mechanism(
+        "attention_sink",
+        "post-op",
+        "one more logit sink_h in the softmax, without a value",
+        "relative",
+        ("sink",),
+        "gpt-oss",
+        "attention_sink(1.0)",
+    ),
+    Mechanism(
+        "softmax_off_by_one",
+        "post-op",
+        "1 more in the softmax's denominator",
+        "relative",
+        (),
+        "Miller (2023)",
+        "softmax_off_by_one()",
+    ),
+    Mechanism(
+        "rerope",
+        "two-branch",
+        "rotated for min(t, window)",
+        "relative",
+        (),
+        "Su (2023)",
+        "rerope(rope(32), 16)",
+    ),
+    Mechanism(
+        "leaky_rerope",
+        "two-branch",
+        "rotated for t, beyond the window for window + (t - window)/factor",
+        "relative",
+        (),
+        "Su (2023)",
+        "leaky_rerope(rope(32), 16, 4.0)",
+    ),
+    Mechanism(
+        "self_extend",
+        "two-branch",
+        "rotated for t, beyond the window for positions of groups of tokens",
+        "absolute",
+        (),
+        "arXiv 2401.01325",
+        "self_extend(rope(32), 16, 4)",
+    ),
+    Mechanism(
+        "lm_infinite",
+        "two-branch",
+        "t < window or kv_idx < sinks, rotated for min(t, window)",
+        "absolute",
+        (),
+        "arXiv 2308.16137",
+        "lm_infinite(rope(32), 16, 4)",
+    ),
+    Mechanism(
+        "streaming_llm",
+        "two-branch",
+        "t < window or kv_idx < sinks, rotated for positions in the cache",
+        "absolute",
+        (),
+        "arXiv 2309.17453",
+        "streaming_llm(rope(32), 16, 4)",
+    ),
 )
+
+
+stages = {m.name: m.stage for m in catalogue if m.stage}
 
 
 def markdown_table() -> str:

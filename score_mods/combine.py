@@ -9,25 +9,42 @@ from torch import Tensor
 
 from score_mods._captured import Mod, described, is_mask_mod
 from score_mods._checks import integer
+from score_mods.catalogue import stages
 
 AnyMod = TypeVar("AnyMod", bound=Mod)
 
 
-def compose(*score_mods: Mod) -> Mod:
+def compose(*score_mods: Mod, check_order: bool = True) -> Mod:
     """Applies score_mods one after the other, from left to right.
 
-    s' = mods[-1](... mods[1](mods[0](s))). The usual order is temperature, softcap, bias or affine
-    change by distance.
+    s' = mods[-1](... mods[1](mods[0](s))). What is done to a score has its order:
+
+    1. scale: 1/sqrt(D), or `scale=1` for `t5_bias`;
+    2. rotate: rotary schemes, on queries and keys;
+    3. temperature: `logn`, `llama4_temperature` and the like, also on the queries;
+    4. cap: `softcap`;
+    5. bias or affine change by distance: `alibi`, `scale_invariant`;
+    6. mask;
+    7. softmax;
+    8. sinks, on the output and its lse.
+
+    1 and 2 are linear and may change places. `compose` is for 3 to 5, and refuses what is almost
+    always a mistake: two temperatures that grow with length or distance (`scale_invariant` is
+    one), which sharpen attention twice; and a softcap after a bias or an affine change, which cuts
+    off the far distances that these set apart. Score_mods that are not of this library are not
+    checked.
 
     Args:
         score_mods: score_mods; none gives the identity.
+        check_order: False to allow what would be refused.
 
     Returns:
         A score_mod.
 
     Raises:
         TypeError: if an argument is no score_mod.
-        ValueError: if two of them are for different numbers of heads.
+        ValueError: if two of them are for different numbers of heads, are both temperatures, or
+            are a softcap after a bias.
 
     >>> twice = lambda score, b, h, q_idx, kv_idx: 2 * score
     >>> plus_one = lambda score, b, h, q_idx, kv_idx: score + 1
@@ -40,6 +57,8 @@ def compose(*score_mods: Mod) -> Mod:
                 f"argument {position} of compose must be a score_mod, got a mask_mod; "
                 "combine mask_mods with and_masks or or_masks"
             )
+    if check_order:
+        _check_order([name for mod in score_mods for name in getattr(mod, "parts", ())])
 
     def composed_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         for mod in score_mods:
@@ -48,6 +67,26 @@ def compose(*score_mods: Mod) -> Mod:
 
     name = " then ".join(getattr(mod, "__name__", "score_mod") for mod in score_mods)
     return described(composed_mod, name or "identity", *score_mods)
+
+
+def _check_order(names: list[str]) -> None:
+    temperature = bias = None
+    for name in names:
+        stage = stages.get(name)
+        if stage in ("temperature", "affine"):
+            if temperature is not None:
+                raise ValueError(
+                    f"compose got two temperatures, {temperature} and {name}, which sharpen "
+                    "attention twice; leave one out, or say check_order=False"
+                )
+            temperature = name
+        if stage == "softcap" and bias is not None:
+            raise ValueError(
+                f"compose got {name} after {bias}: a cap comes before a bias or an affine change; "
+                "change their order, or say check_order=False"
+            )
+        if stage in ("bias", "affine"):
+            bias = name
 
 
 def _offset(name: str, value: int | Tensor) -> Tensor:

@@ -30,6 +30,34 @@ def test_compose_applies_from_left_to_right():
     assert sm.compose(sm.logn(), sm.alibi(2)).__name__ == "logn then alibi"
 
 
+@pytest.mark.parametrize(
+    ("mods", "message"),
+    [
+        ([sm.logn(), sm.ssmax(0.4)], "two temperatures, logn and ssmax"),
+        ([sm.scale_invariant(), sm.logn()], "two temperatures, scale_invariant and logn"),
+        (
+            [sm.with_offset(sm.logn(), 1), sm.alibi(2), sm.exempt_keys(sm.scale_invariant(), 1)],
+            "two temperatures, logn and scale_invariant",
+        ),
+        ([sm.compose(sm.alibi(2), sm.logn()), sm.infoscale(64, 32)], "logn and infoscale"),
+    ],
+)
+def test_compose_refuses_what_is_almost_always_a_mistake(mods, message):
+    with pytest.raises(ValueError, match=message):
+        sm.compose(*mods)
+    allowed = sm.compose(*mods, check_order=False)
+    score = torch.randn(2, T, T, dtype=torch.float64)
+    expected = score
+    for mod in mods:
+        expected = evaluate(mod, expected)
+    assert torch.equal(evaluate(allowed, score), expected)
+
+
+def test_the_usual_order_is_allowed():
+    sm.compose(sm.logn(), sm.alibi(2))
+    sm.compose(sm.alibi(2), lambda s, b, h, q, k: s / 2, sm.logn())
+
+
 def test_offsets_are_added_to_both_positions():
     seen = {}
 
@@ -95,7 +123,7 @@ def test_heads_follow_a_mod_through_every_combination():
     mod = sm.scale_invariant(torch.full((4,), 10.0))
     for combined in (
         mod,
-        sm.compose(sm.logn(), mod),
+        sm.compose(sm.yarn_temperature(2.0), mod, check_order=False),
         sm.with_offset(mod, 3),
         sm.with_positions(mod, IDX),
         sm.exempt_keys(mod, 1),

@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+import score_mods as sm
+
+TEMPERATURES = [m for m in sm.catalogue if m.stage == "temperature"]
+B, H, T, D = 2, 4, 30, 32
+
+
+def made(mechanism):
+    return eval(mechanism.example, {**vars(sm), "torch": torch})
+
+
+def qkv(dtype=torch.float64):
+    return [torch.randn(B, H, T, D, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("mechanism", TEMPERATURES, ids=lambda m: m.name)
+def test_scaled_queries_equal_the_score_mod(mechanism):
+    """With positions of each document, and from the middle of a sequence as in decoding."""
+    mod = made(mechanism)
+    q, k, v = qkv()
+    expected = sm.dense_attention(q, k, v, mod, sm.causal)
+    out = sm.dense_attention(sm.scale_queries(q, mod), k, v, None, sm.causal)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+    tail = sm.scale_queries(q[:, :, 21:], mod, torch.arange(21, T))
+    assert torch.equal(tail, sm.scale_queries(q, mod)[:, :, 21:])
+    assert torch.equal(tail, sm.scale_queries(q[:, :, 21:], sm.with_offset(mod, 21)))
+
+    positions = torch.stack([torch.arange(T) % 11, torch.arange(T) % 7])
+    scaled = sm.scale_queries(q, mod, positions)
+    expected = sm.dense_attention(q, k, v, sm.with_positions(mod, positions), sm.causal)
+    out = sm.dense_attention(scaled, k, v, None, sm.causal)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    assert torch.equal(scaled, sm.scale_queries(q, sm.with_positions(mod, positions)))
+
+
+def test_gradients_of_a_learned_factor_reach_it_through_the_queries():
+    s = torch.rand(H, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv()
+    by_mod, by_queries = (
+        torch.autograd.grad(out.square().sum(), s)[0]
+        for out in (
+            sm.dense_attention(q, k, v, sm.ssmax(s), sm.causal),
+            sm.dense_attention(sm.scale_queries(q, sm.ssmax(s)), k, v, None, sm.causal),
+        )
+    )
+    torch.testing.assert_close(by_mod, by_queries)
+
+
+def test_low_precision_rounds_once():
+    q = torch.randn(1, H, T, D).bfloat16()
+    exact = sm.scale_queries(q.double(), sm.ssmax(0.4))
+    out = sm.scale_queries(q, sm.ssmax(0.4))
+    assert out.dtype == torch.bfloat16
+    assert ((out - exact).abs() <= exact.abs() * 2**-8).all()
+
+
+def test_infoscale_is_1_at_the_trained_length_and_bounded():
+    one, q = torch.ones(()), torch.tensor([511, 2047, 32767])
+    factor = sm.infoscale(512, 64)(one, None, torch.tensor(0), q, q)
+    assert factor.tolist() == pytest.approx([1, 1.094, 1.251], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda q: sm.scale_queries(q, sm.alibi(H)), ValueError, "only multiply rows, got alibi"),
+        (
+            lambda q: sm.scale_queries(q, sm.compose(sm.logn(), sm.alibi(H))),
+            ValueError,
+            "got logn then alibi",
+        ),
+        (lambda q: sm.scale_queries(q, sm.scale_invariant()), ValueError, "as a score_mod"),
+        (lambda q: sm.scale_queries(q, lambda s, b, h, i, j: s), TypeError, "row temperature"),
+        (lambda q: sm.scale_queries(q[0], sm.logn()), ValueError, "q must have shape"),
+        (lambda q: sm.scale_queries(q, sm.ssmax(torch.ones(3))), ValueError, "3 heads"),
+        (lambda q: sm.scale_queries(q, sm.logn(), torch.arange(3)), ValueError, "positions"),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.zeros(B, H, T, D))
