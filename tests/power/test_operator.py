@@ -190,3 +190,58 @@ def test_two_processes_give_the_gradient_of_the_whole_batch(tmp_path):
     script.write_text(textwrap.dedent(DDP))
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+KERNELS = """
+    import torch
+    from torch.nn.functional import logsigmoid
+    from power import DecodeState, operator, power_attention, power_attention_step
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 70, 16, requires_grad=True) for heads in (2, 1, 1))
+    log_g = logsigmoid(torch.randn(1, 1, 70) + 3).requires_grad_()
+    inputs = q, k, v, log_g
+    state = [torch.rand(2, 1, 256, *rest, requires_grad=True) for rest in ([16], [])]
+    bounds = torch.tensor([0, 66, 70])
+    for gate, before, cut, chunk_size, return_state in (
+        (None, [], None, None, False),
+        (log_g, state, bounds, 64, True),
+    ):
+        torch.library.opcheck(
+            operator.attention,
+            (q, k, v, gate, before, cut, 2, 0.3, chunk_size, return_state, "triton"),
+        )
+
+    def loss(*inputs):
+        out, state = power_attention(*inputs, chunk_size=64, return_state=True, impl="triton")
+        return out.sin().sum() + state.s.sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*inputs), inputs)
+    want = torch.autograd.grad(loss(*inputs), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+    none = [x[:, :, :0] for x in inputs]
+    out, last = power_attention(*none, return_state=True, impl="triton")
+    torch.autograd.grad(out.sum() + last.s.sum(), inputs)
+    assert out.shape == (1, 2, 0, 16) and not last.s.any()
+
+    with torch.no_grad():
+        start = DecodeState.start(k[:, :, :0], v[:, :, :0], chunk_size=16)
+        tokens = [x[:, :, :20] for x in inputs]
+        got = power_attention_step(*tokens, start, impl="triton")
+        want = power_attention_step(*tokens, start, impl="reference")
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+"""
+
+
+@pytest.mark.interpret
+def test_kernels_in_the_operator(tmp_path):
+    pytest.importorskip("power.kernels", reason="the kernels need Triton", exc_type=ImportError)
+    script = tmp_path / "kernels.py"
+    script.write_text(textwrap.dedent(KERNELS))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert run.returncode == 0, run.stderr
