@@ -139,7 +139,8 @@ def power_attention(
     if impl == "triton":
         from power import kernels
 
-        reason = kernels.unsupported(q, k, v, log_g, deg, chunk_size)
+        with_state = initial_state is not None or return_state
+        reason = kernels.unsupported(q, k, v, log_g, deg, chunk_size, with_state)
         if reason:
             raise ValueError(reason)
         if chunk_size is None:

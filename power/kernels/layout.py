@@ -1,0 +1,142 @@
+"""How tensors are cut into chunks, and how the public state maps to the kernels' own."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from power.feature_map import monomials
+
+
+class Layout(NamedTuple):
+    """Where the chunks lie.
+
+    Attributes:
+        chunk: Tokens of a chunk, ``C``.
+        padded: ``C`` rounded up: the row length of transposed keys and queries.
+        total: Chunks in all; of packed sequences, an upper bound.
+        per_row: Chunks of one batch row.
+        sequences: Sequences, each of which has a state.
+        table: ``[count, 4]`` int32, a row a chunk: start, end, whether tokens of its sequence lie
+            before it, and after it. None where nothing is packed.
+        first: ``[sequences + 1]`` int32: the first chunk of each packed sequence, or None.
+    """
+
+    chunk: int
+    padded: int
+    total: int
+    per_row: int
+    sequences: int
+    table: Tensor | None
+    first: Tensor | None
+
+
+def count_chunks(B: int, T: int, chunk_size: int | None, sequences: int | None) -> int:
+    """Return the chunks of ``B`` rows, or, at most, of ``sequences`` packed into one row."""
+    chunk = T if chunk_size is None or chunk_size > T else chunk_size
+    return B * ((T + chunk - 1) // chunk) if sequences is None else T // chunk + sequences
+
+
+def chunk_layout(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None) -> Layout:
+    """Cut ``q [B, H, T, K]`` into chunks, without a synchronisation; None makes a single one."""
+    B, T = q.shape[0], q.shape[2]
+    chunk = T if chunk_size is None else min(chunk_size, T)
+    padded = -(-chunk // 128) * 128
+    if cu_seqlens is None:
+        count = count_chunks(B, T, chunk, None)
+        return Layout(chunk, padded, count, count // B, B, None, None)
+    sequences = cu_seqlens.numel() - 1
+    count = count_chunks(B, T, chunk, sequences)
+    bounds = cu_seqlens.to(torch.int64)
+    first = F.pad(((bounds.diff() + chunk - 1) // chunk).cumsum(0), (1, 0))
+    n = torch.arange(count, device=q.device)
+    seq = torch.searchsorted(first[1:], n, right=True).clamp(max=sequences - 1)
+    stop = bounds[seq + 1]
+    # Chunks beyond the last are empty.
+    start = torch.minimum(bounds[seq] + (n - first[seq]) * chunk, stop)
+    end = torch.minimum(start + chunk, stop)
+    table = torch.stack([start, end, n > first[seq], end < stop], 1).to(torch.int32)
+    return Layout(chunk, padded, count, count, sequences, table, first.to(torch.int32))
+
+
+def kernel_state_size(K: int, V: int) -> int:
+    """Return the numbers in a kernel state: tiles of 256 rows of ``V``, then ``[K, K]``."""
+    blocks = K // 16
+    return blocks * (blocks + 1) // 2 * 256 * V + K * K
+
+
+@lru_cache(maxsize=32)
+def row_tables(K: int, deg: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the channels that each row of a public state multiplies, and its weight."""
+    index, weight = monomials(K, deg)
+    return (
+        torch.from_numpy(index).to(device, torch.int32),
+        torch.from_numpy(weight).to(device, torch.float32),
+    )
+
+
+class StateMaps(NamedTuple):
+    """How kernel rows map to public ones, for degree 2.
+
+    Attributes:
+        row: The public row of each kernel row.
+        weight: Its weight, 1 or sqrt(2).
+        mirror: The kernel row of the same channels in the other order, where that is in its tile.
+        z_row: The public row of each channel pair, ``[K, K]``.
+        z_weight: Its weight.
+    """
+
+    row: Tensor
+    weight: Tensor
+    mirror: Tensor
+    z_row: Tensor
+    z_weight: Tensor
+
+
+@lru_cache(maxsize=32)
+def state_maps(K: int, device: torch.device) -> StateMaps:
+    """Return the maps between the public and the kernels' state."""
+    (i, j), weight = (torch.from_numpy(x) for x in monomials(K, 2))
+    z_row = torch.zeros(K, K, dtype=torch.int64)
+    z_row[j, i] = torch.arange(len(i))
+    z_row[i, j] = torch.arange(len(i))
+    a = i // 16 * (K // 16) + j // 16  # the tile, numbered by block pairs
+    order = ((a * 16 + i % 16) * 16 + j % 16).argsort()
+    i, j = i[order], j[order]
+    same = (i // 16 == j // 16).view(-1, 16, 16)
+    mirror = torch.arange(len(i)).view(-1, 16, 16)
+    mirror = torch.where(same, mirror.mT, mirror).flatten()
+    maps = (order, weight[order].float(), mirror, z_row, weight[z_row].float())
+    return StateMaps(*(x.to(device) for x in maps))
+
+
+def to_kernel(s: Tensor, z: Tensor, K: int, unit: float) -> Tensor:
+    """Lay a public state, or its gradient, out for the kernels: ``[N, H, size]`` in fp32.
+
+    What is antisymmetric within a tile is left out, as it meets no query and no key.
+    """
+    maps = state_maps(K, s.device)
+    s = s[..., maps.row, :].float() / maps.weight[:, None]
+    s = (s + s[..., maps.mirror, :]) / 2
+    z = z[..., maps.z_row].float() / maps.z_weight
+    z = (z + z.mT) / 2
+    return torch.cat([s.flatten(-2), z.flatten(-2)], -1).mul_(unit)
+
+
+def from_kernel(state: Tensor, K: int, V: int, unit: float) -> tuple[Tensor, Tensor]:
+    """Undo ``to_kernel``."""
+    maps = state_maps(K, state.device)
+    tiles = state[..., : -K * K].unflatten(-1, (-1, V)) * (maps.weight[:, None] / unit)
+    pairs = state[..., -K * K :].unflatten(-1, (K, K)) * (maps.z_weight / unit)
+    s, z = torch.empty_like(tiles), torch.empty_like(tiles[..., 0])
+    s[..., maps.row, :] = tiles
+    z[..., maps.z_row.flatten()] = pairs.flatten(-2)
+    return s, z
+
+
+def antisymmetric(s: Tensor, z: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Return what ``to_kernel`` leaves out of a public state."""
+    s_kept, z_kept = from_kernel(to_kernel(s, z, K, 1.0), K, s.shape[-1], 1.0)
+    return s - s_kept, z - z_kept
