@@ -21,17 +21,18 @@ The error. Let u = 2^-24. `lg2.approx` is off by at most 4 u max(1, |log2 y|) (a
 for y between 1/2 and 2, 2 ulp elsewhere: CUDA's programming guide), `sqrt.approx` by at most 2 u
 of its value (PTX ISA). With l the largest of 1 and |log2 y| over the y = t + tau in question:
 
-    y: tau and the sum are rounded, 2 u y, which moves log2 y by 2 u / ln 2 < 3 u;
-    k log2 y: k (3 u + 4 u l) from log2 y, u k l from rounding k;
+    y: tau and the sum are rounded, 2 u y, and on a grid t itself (a sum and a root), 3 u t,
+        which moves log2 y by less than 5 u / ln 2 < 8 u;
+    k log2 y: k (8 u + 4 u l) from log2 y, u k l from rounding k;
     c: rounded, u |c| <= u (A_0²/sigma² + k l);
     product and sum: u k l + u a_t².
 
 Divided by 2 a_t², with a_t² >= A_0²/sigma² and k sigma² = 2 ndim ln 2, and with the root's own
 error, the relative error of a_t is at most
 
-    u (3 + ndim ln(2) (3 + 7 l) / A_0²)
+    u (3 + ndim ln(2) (8 + 7 l) / A_0²)
 
-to first order in u: 6.1e-6 up to t = 2^20 for the default arguments, and growing as log t.
+to first order in u: 6.3e-6 up to t = 2^20 for the default arguments, and growing as log t.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def error_bound(ndim: int, tau: Tensor, a0_squared: Tensor, distance: int = 2**2
         The bound, that of the worst head.
     """
     reach = torch.stack([tau.double(), tau + distance]).log2().abs().amax(0).clamp(min=1)
-    error = 2.0**-24 * (3 + ndim * math.log(2) * (3 + 7 * reach) / a0_squared)
+    error = 2.0**-24 * (3 + ndim * math.log(2) * (8 + 7 * reach) / a0_squared)
     return error.max().item()
 
 
@@ -126,7 +127,7 @@ def has_fast_form(
     """Whether `fast_mod` may stand for the exact form of this law on half-precision scores.
 
     It needs the instructions, nothing learnable, and an `error_bound` within 5e-5, which with the
-    default tau, alpha, beta and ndim means a sigma of at least 0.35.
+    default tau, alpha, beta and ndim means a sigma of at least 0.36.
 
     Args:
         ndim: dimension of the grid.
@@ -151,17 +152,42 @@ def fast_constants(
     return tau.float(), k.float(), c.float(), (sigma**2).float(), shift, at_zero.float()
 
 
-def fast_mod(
-    constants: Constants, score: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
+def grid_axes(shape: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """What `grid_distance` captures: each axis' extent but the first's, and its inverse."""
+    return [(torch.tensor(float(w)), torch.tensor(1.0 / w)) for w in shape[1:]]
+
+
+def grid_distance(axes: list[tuple[Tensor, Tensor]], q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The Euclidean distance of two positions on a grid of at most 2^22, in float32.
+
+    There is no integer division. A coordinate is i - w floor(i / w), and floor((i + 1/2) / w) is
+    that quotient: its argument is at least 1/(2 w) away from an integer, and the two roundings of
+    a product with the inverse of w move it by less for i < 2^22.
+    """
+
+    def coordinates(index: Tensor) -> list[Tensor]:
+        rest, found = index.float(), []
+        for extent, inverse in reversed(axes):
+            quotient = torch.floor((rest + 0.5) * inverse)
+            found.append(rest - quotient * extent)
+            rest = quotient
+        return [rest, *reversed(found)]
+
+    pairs = zip(coordinates(q_idx), coordinates(kv_idx), strict=True)
+    squares = [(q - k).square() for q, k in pairs]
+    return _approx_sqrt(sum(squares[1:], squares[0]))
+
+
+def fast_mod(constants: Constants, score: Tensor, h: Tensor, t: Tensor) -> Tensor:
     """The scores of scale-invariant attention, in float32, by one log2 and one root for each pair.
 
-    s' = a (s - mu - sigma² a) + mu + beta/alpha with a = sqrt(c + k log2(|q_idx - kv_idx| + tau)).
-    The relative error of a is at most `error_bound`, which the module's docstring derives.
+    s' = a (s - mu - sigma² a) + mu + beta/alpha with a = sqrt(c + k log2(t + tau)). The relative
+    error of a is at most `error_bound`, which the module's docstring derives.
 
     Args:
         constants: from `fast_constants`.
-        score, h, q_idx, kv_idx: as FlexAttention gives them to a score_mod.
+        score, h: as FlexAttention gives them to a score_mod.
+        t: distances, float32.
 
     Returns:
         The new score, float32.
@@ -171,7 +197,6 @@ def fast_mod(
     def at(x: Tensor) -> Tensor:
         return at_head(x, h, torch.float32)
 
-    t = (q_idx - kv_idx).float().abs()
     a_t = _approx_sqrt(at(c) + at(k) * _approx_log2(t + at(tau)))
     centred = score if mu is None else score - at(mu)
     return a_t * (centred - at(variance) * a_t) + at(at_zero)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import types
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -98,12 +99,14 @@ def _flash_is_installed() -> bool:
         return False
 
 
-def _is_learnable(captured: Any) -> bool:
-    if isinstance(captured, Tensor):
-        return captured.requires_grad
+def _within(captured: Any) -> Iterator[Any]:
+    """A score_mod, the mods inside it, and every tensor they capture."""
+    yield captured
+    inside = captured if isinstance(captured, (tuple, list)) else ()
     if isinstance(captured, types.FunctionType):
-        return any(_is_learnable(cell.cell_contents) for cell in captured.__closure__ or ())
-    return isinstance(captured, (tuple, list)) and any(map(_is_learnable, captured))
+        inside = [cell.cell_contents for cell in captured.__closure__ or ()]
+    for item in inside:
+        yield from _within(item)
 
 
 def flash_obstacle(q: Tensor, score_mod: Mod | None) -> str | None:
@@ -112,6 +115,9 @@ def flash_obstacle(q: Tensor, score_mod: Mod | None) -> str | None:
         return "flash-attn-4 cannot be imported (flash_attn.cute)"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16 on a GPU, got {q.dtype} on {q.device}"
-    if _is_learnable(score_mod):
+    parts = list(_within(score_mod))
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "it gives no gradient to what a score_mod captures"
+    if any(getattr(part, "needs_triton", False) for part in parts):
+        return "it lacks the instructions of this score_mod's fast form (score_mods.fast)"
     return None

@@ -53,7 +53,14 @@ from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
 from score_mods._checks import integer
-from score_mods.fast import fast_constants, fast_mod, has_fast_form, wants_instructions
+from score_mods.fast import (
+    fast_constants,
+    fast_mod,
+    grid_axes,
+    grid_distance,
+    has_fast_form,
+    wants_instructions,
+)
 
 
 def _law(
@@ -187,12 +194,13 @@ def scale_invariant(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
         if fast is not None and wants_instructions(score):
-            return fast_mod(fast, score, h, q_idx, kv_idx)
+            return fast_mod(fast, score, h, (q_idx - kv_idx).float().abs())
         dtype = torch.promote_types(score.dtype, torch.float32)
         t = (q_idx - kv_idx).abs().to(dtype)
         a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
         return a_t * score + m_t
 
+    scale_invariant_mod.needs_triton = fast is not None  # type: ignore[attr-defined]
     return described(scale_invariant_mod, "scale_invariant", *constants)
 
 
@@ -233,10 +241,15 @@ def scale_invariant_grid(
     constants = _law(tau, alpha, beta, sigma, mu, ndim)
     extents = [torch.tensor(extent) for extent in shape]
     strides = [torch.tensor(math.prod(shape[axis + 1 :])) for axis in range(ndim)]
+    axes = grid_axes(shape)
+    use_fast = math.prod(shape) <= 2**22 and has_fast_form(ndim, *constants)
+    fast = fast_constants(ndim, *constants) if use_fast else None
 
     def scale_invariant_grid_mod(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
+        if fast is not None and wants_instructions(score):
+            return fast_mod(fast, score, h, grid_distance(axes, q_idx, kv_idx))
         dtype = torch.promote_types(score.dtype, torch.float32)
         squares = []
         for extent, stride in zip(extents, strides, strict=True):
@@ -246,4 +259,5 @@ def scale_invariant_grid(
         a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
         return a_t * score + m_t
 
+    scale_invariant_grid_mod.needs_triton = use_fast  # type: ignore[attr-defined]
     return described(scale_invariant_grid_mod, "scale_invariant_grid", *constants)

