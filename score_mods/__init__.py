@@ -6,11 +6,29 @@ mechanisms.
 """
 
 from score_mods._captured import to_device
-from score_mods.alibi import alibi, alibi_slopes
 from score_mods.attention import attention
+from score_mods.bias_tables import (
+    distance_table,
+    sandwich,
+    t5_bias,
+    t5_buckets,
+)
+from score_mods.biases import (
+    alibi,
+    alibi_slopes,
+    kerple_log,
+    kerple_power,
+    nape,
+)
 from score_mods.catalogue import Mechanism, catalogue
 from score_mods.combine import compose, exempt_keys, with_offset, with_positions
 from score_mods.dense import dense_attention
+from score_mods.fire import (
+    fire,
+)
+from score_mods.forgetting_gate import (
+    forgetting_gate,
+)
 from score_mods.kernel_options import kernel_options
 from score_mods.masks import (
     and_masks,
@@ -22,6 +40,16 @@ from score_mods.masks import (
     sliding_window,
 )
 from score_mods.merge import merge
+from score_mods.operators import (
+    focused_attention,
+    focused_features,
+    inline_attention,
+    linear,
+    log_linear,
+    norm_attention,
+    power,
+    weighted_sum,
+)
 from score_mods.rotary import (
     Rotary,
     dynamic_ntk_rope,
@@ -37,6 +65,10 @@ from score_mods.scale_invariant import (
     scale_invariant_affine,
     scale_invariant_grid,
 )
+from score_mods.sinks import attention_sink, softmax_off_by_one
+from score_mods.softcap import (
+    softcap,
+)
 from score_mods.temperatures import (
     asentmax_scale,
     infoscale,
@@ -49,7 +81,6 @@ from score_mods.temperatures import (
     ssmax,
     yarn_temperature,
 )
-from score_mods.sinks import attention_sink, softmax_off_by_one
 from score_mods.two_branch import (
     TwoBranch,
     leaky_rerope,
@@ -74,37 +105,55 @@ __all__ = [
     "compose",
     "create_block_mask",
     "dense_attention",
+    "distance_table",
     "document",
     "dynamic_ntk_rope",
     "exempt_keys",
+    "fire",
+    "focused_attention",
+    "focused_features",
+    "forgetting_gate",
     "half_truncated_rope",
     "infoscale",
+    "inline_attention",
     "kernel_options",
+    "kerple_log",
+    "kerple_power",
     "leaky_rerope",
+    "linear",
     "llama4_temperature",
     "lm_infinite",
+    "log_linear",
     "log_power_temperature",
     "logn",
     "merge",
     "ministral_temperature",
+    "nape",
+    "norm_attention",
     "ntk_rope",
     "or_masks",
     "p_rope",
     "position_interpolation",
+    "power",
     "power_law_temperature",
     "prefix_lm",
     "rerope",
     "rope",
+    "sandwich",
     "scale_invariant",
     "scale_invariant_affine",
     "scale_invariant_grid",
     "scale_queries",
     "self_extend",
     "sliding_window",
+    "softcap",
     "softmax_off_by_one",
     "ssmax",
     "streaming_llm",
+    "t5_bias",
+    "t5_buckets",
     "to_device",
+    "weighted_sum",
     "with_offset",
     "with_positions",
     "yarn_rope",

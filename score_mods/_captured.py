@@ -81,10 +81,11 @@ def described(mod: F, name: str, *captured: Any) -> F:
     for item in captured:
         if not isinstance(item, Tensor):
             heads.add(getattr(item, "num_heads", None) or 1)
-        elif item.ndim == 1:
-            heads.add(item.shape[0])
+        elif item.ndim:  # (H,), (H, N) or (B, H, T)
+            axis = 1 if item.ndim == 3 else 0
+            heads.add(item.shape[axis])
             if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static(item)
+                torch._dynamo.mark_static(item, axis)
     parts = [item.parts for item in captured if hasattr(item, "parts")]
     heads.discard(1)
     if len(heads) > 1:
@@ -145,7 +146,8 @@ def to_device(mod: F, device: torch.device | str) -> F:
     """The same score_mod or mask_mod with every tensor it captures on `device`, gradients kept.
 
     `attention` and `dense_attention` do this by themselves; call it when you hand a mod to
-    `flex_attention` on a GPU, which refuses a captured tensor that lies elsewhere. Mods inside the
+    `flex_attention` on a GPU, which refuses a captured tensor that lies elsewhere, and before you
+    compile a model, since nothing is moved inside a compiled function. Mods inside the
     mod (as `compose` captures them), and tensors in a captured tuple or list, are followed; a
     tensor already on `device` stays the same object, so that later in-place updates of it are
     seen.
@@ -157,6 +159,8 @@ def to_device(mod: F, device: torch.device | str) -> F:
     Returns:
         `mod` itself if nothing had to move, else a copy of the function.
     """
+    if torch.compiler.is_compiling():
+        return mod
     device = torch.empty(
         0, device=device
     ).device  # "cuda" names the current GPU, whose tensors say "cuda:0"

@@ -11,12 +11,13 @@ class Mechanism:
 
     Attributes:
         name: its factory in `score_mods`.
-        kind: what is exact: "score_mod", "mask_mod", "q,k transform", "post-op" on (out, lse) or
-            "two-branch", which is two calls of attention or one on doubled keys.
+        kind: what is exact: "score_mod", "mask_mod", "q,k transform", "post-op" on (out, lse),
+            "two-branch", which is two calls of attention or one on doubled keys, or "operator",
+            which is attention by the logarithm of weights, or a function of (q, k, v) made of it.
         formula: what it does to the score s (t = |q_idx - kv_idx|, n = q_idx + 1), the mask, or
             the frequencies w_i of RoPE (d = head_dim, i < d/2).
         positions: "relative" if only distances matter, "absolute" if packed documents need
-            `with_positions`.
+            `with_positions`, "token" if the mod holds a value for each token, and needs nothing.
         learnable: parameters that may be tensors of shape (H,) that require grad.
         source: paper or public code.
         example: the call that makes it for 4 heads of 32 channels and 64 positions, in the names
@@ -65,6 +66,96 @@ catalogue: tuple[Mechanism, ...] = (
         "arXiv 2108.12409",
         "alibi(4)",
         "bias",
+    ),
+    Mechanism(
+        "nape",
+        "score_mod",
+        "s - slope_h t for h < H/2, slope_h = 1/(h + 1) or 2^-h; s for the rest",
+        "relative",
+        (),
+        "arXiv 2506.16640",
+        "nape(4)",
+        "bias",
+    ),
+    Mechanism(
+        "kerple_log",
+        "score_mod",
+        "s - r1_h ln(1 + r2_h t)",
+        "relative",
+        ("r1", "r2"),
+        "arXiv 2205.09921",
+        "kerple_log(1.0, 0.5)",
+        "bias",
+    ),
+    Mechanism(
+        "kerple_power",
+        "score_mod",
+        "s - r1_h t^r2_h",
+        "relative",
+        ("r1", "r2"),
+        "arXiv 2205.09921",
+        "kerple_power(0.3, 0.7)",
+        "bias",
+    ),
+    Mechanism(
+        "sandwich",
+        "score_mod",
+        "s + H/(8 (h + 1)) sum_i cos(t / 10000^(2i/128))",
+        "relative",
+        (),
+        "arXiv 2212.10356; attention-gym",
+        "sandwich(4, 64)",
+        "bias",
+    ),
+    Mechanism(
+        "distance_table",
+        "score_mod",
+        "s + table[h, N - 1 + q_idx - kv_idx]",
+        "relative",
+        (),
+        "any bias by distance",
+        "distance_table(-torch.linspace(-1, 1, 127).expand(4, 127) ** 2 * 8)",
+        "bias",
+    ),
+    Mechanism(
+        "t5_bias",
+        "score_mod",
+        "q·k + table[h, bucket(q_idx - kv_idx)], with scale=1",
+        "relative",
+        (),
+        "arXiv 1910.10683; transformers",
+        "t5_bias(-torch.linspace(0, 4, 32).expand(4, 32))",
+        "bias",
+    ),
+    Mechanism(
+        "fire",
+        "score_mod",
+        "s + f_h(psi(t) / psi(max(q_idx, L))), psi(t) = ln(1 + c t), f a network of one layer",
+        "absolute",
+        ("c", "threshold"),
+        "arXiv 2310.04418",
+        "fire(torch.ones(8), torch.linspace(0, -1, 8), -torch.ones(4, 8), torch.ones(4))",
+        "bias",
+    ),
+    Mechanism(
+        "forgetting_gate",
+        "score_mod",
+        "s + sum of log_g after the key, up to the query",
+        "token",
+        (),
+        "arXiv 2503.02130",
+        "forgetting_gate(torch.full((1, 4, 64), -0.1))",
+        "bias",
+    ),
+    Mechanism(
+        "softcap",
+        "score_mod",
+        "cap tanh(s / cap)",
+        "relative",
+        (),
+        "arXiv 2408.00118; attention-gym",
+        "softcap(2.0)",
+        "softcap",
     ),
     Mechanism(
         "logn",
@@ -317,6 +408,60 @@ catalogue: tuple[Mechanism, ...] = (
         (),
         "arXiv 2309.17453",
         "streaming_llm(rope(32), 16, 4)",
+    ),
+    Mechanism(
+        "power",
+        "operator",
+        "weight s^deg exp(c_i - c_j) for an even deg, c = cumsum(log_g)",
+        "relative",
+        (),
+        "arXiv 2507.04239",
+        "power(2)",
+    ),
+    Mechanism(
+        "linear",
+        "operator",
+        "weight max(s, 0)",
+        "relative",
+        (),
+        "arXiv 2006.16236",
+        "linear()",
+    ),
+    Mechanism(
+        "log_linear",
+        "operator",
+        "weight s exp(c_i - c_j) times a number for the key's level; no denominator",
+        "absolute",
+        (),
+        "arXiv 2506.04761",
+        "log_linear(0.5 ** torch.arange(7.0).expand(1, 4, 64, 7))",
+    ),
+    Mechanism(
+        "norm_attention",
+        "operator",
+        "weight f(q)·f(k), f = 1 + elu; an RMSNorm for the denominator",
+        "relative",
+        (),
+        "arXiv 2210.10340",
+        "norm_attention",
+    ),
+    Mechanism(
+        "focused_attention",
+        "operator",
+        "weight f(q)·f(k), f(x) in the direction of relu(x)³ and of the length of relu(x)",
+        "relative",
+        (),
+        "arXiv 2308.00442",
+        "focused_attention",
+    ),
+    Mechanism(
+        "inline_attention",
+        "operator",
+        "weight (s - mean_j s + 1) / T",
+        "relative",
+        (),
+        "arXiv 2412.06590",
+        "inline_attention",
     ),
 )
 

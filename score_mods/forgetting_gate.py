@@ -1,0 +1,50 @@
+"""The Forgetting Transformer's gate: a bias that adds up between key and query."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from score_mods._captured import Mod, described
+
+
+def forgetting_gate(log_g: Tensor) -> Mod:
+    """Adds the logarithms of the forget gates between the key and the query.
+
+    s' = s + c_(q_idx) - c_(kv_idx), c = cumsum(log_g): a key is forgotten by the product of the
+    gates after it, up to the query's. The sums are formed in float64 and subtracted there, since
+    their difference is what counts. The gates belong to the tokens: packed documents need nothing
+    more, and decoding needs the gates of all the tokens so far (and `with_offset`).
+
+    Args:
+        log_g: logarithms of the gates, at most 0, `(B, H, T)` with one for each query head; B and
+            H may be 1 for all. The paper has log sigmoid of a linear map of the token. Learnable.
+
+    Returns:
+        A score_mod; it returns `promote_types(score.dtype, float32)`.
+
+    Raises:
+        TypeError: if `log_g` is no floating tensor.
+        ValueError: if it has not three axes.
+
+    Reference: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", arXiv
+    2503.02130.
+    """
+    if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
+        got = getattr(log_g, "dtype", type(log_g).__name__)
+        raise TypeError(f"log_g must be a floating tensor, got {got}")
+    if log_g.ndim != 3 or log_g.numel() == 0:
+        raise ValueError(f"log_g must have shape (B, H, T), got {tuple(log_g.shape)}")
+    at_query = log_g.double().cumsum(-1)
+    # A second tensor, because FlexAttention compiles one gather from each that requires grad.
+    at_key = at_query.clone()
+    one_batch, one_head = log_g.shape[0] == 1, log_g.shape[1] == 1
+
+    def forgetting_gate_mod(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        b, h = b * 0 if one_batch else b, h * 0 if one_head else h
+        decay = at_query[b, h, q_idx] - at_key[b, h, kv_idx]
+        return score + decay.to(torch.promote_types(score.dtype, torch.float32))
+
+    return described(forgetting_gate_mod, "forgetting_gate", at_query)
