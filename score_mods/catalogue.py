@@ -20,8 +20,8 @@ class Mechanism:
             `with_positions`, "token" if the mod holds a value for each token, and needs nothing.
         learnable: parameters that may be tensors of shape (H,) that require grad.
         source: paper or public code.
-        example: the call that makes it for 4 heads of 32 channels and 64 positions, in the names
-            of `score_mods` and `torch`.
+        example: the call that makes it for 4 heads of 32 channels and T positions, in the names
+            of `score_mods`, `torch` and T.
         stage: for a score_mod, where it stands in the order of `compose`: "temperature" (it
             multiplies rows), "softcap", "bias" or "affine" (both by distance).
     """
@@ -54,7 +54,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         ("tau", "sigma", "mu", "alpha", "beta"),
         "derived from arXiv 2505.17083",
-        "scale_invariant_grid((8, 8))",
+        "scale_invariant_grid((8, T // 8))",
         "affine",
     ),
     Mechanism(
@@ -104,7 +104,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "arXiv 2212.10356; attention-gym",
-        "sandwich(4, 64)",
+        "sandwich(4, T)",
         "bias",
     ),
     Mechanism(
@@ -114,7 +114,7 @@ catalogue: tuple[Mechanism, ...] = (
         "relative",
         (),
         "any bias by distance",
-        "distance_table(-torch.linspace(-1, 1, 127).expand(4, 127) ** 2 * 8)",
+        "distance_table(-torch.linspace(-1, 1, 2 * T - 1).square().expand(4, -1) * 8)",
         "bias",
     ),
     Mechanism(
@@ -144,7 +144,7 @@ catalogue: tuple[Mechanism, ...] = (
         "token",
         (),
         "arXiv 2503.02130",
-        "forgetting_gate(torch.full((1, 4, 64), -0.1))",
+        "forgetting_gate(torch.full((1, 4, T), -0.1))",
         "bias",
     ),
     Mechanism(
@@ -281,7 +281,7 @@ catalogue: tuple[Mechanism, ...] = (
         "absolute",
         (),
         "packed sequences",
-        "document(torch.arange(64) // 20)",
+        "document(torch.arange(T) // 20)",
     ),
     Mechanism(
         "rope",
@@ -434,7 +434,7 @@ catalogue: tuple[Mechanism, ...] = (
         "absolute",
         (),
         "arXiv 2506.04761",
-        "log_linear(0.5 ** torch.arange(7.0).expand(1, 4, 64, 7))",
+        "log_linear(0.7 ** torch.arange(15.0).expand(1, 4, T, 15))",
     ),
     Mechanism(
         "norm_attention",
