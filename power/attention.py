@@ -1,6 +1,7 @@
 """The public call: power attention over whole sequences, by the kernels or the reference."""
 
 import math
+import os
 from typing import Literal, overload
 
 import torch
@@ -211,7 +212,7 @@ def check_tensor(
 
 
 def choose_impl(impl: Impl, q: Tensor) -> Impl:
-    """Return "triton" or "reference", or raise where it is not known or Triton is not there."""
+    """Return "triton" or "reference", or raise where that is neither, or Triton cannot run."""
     if impl not in ("auto", "triton", "reference"):
         raise ValueError(f"impl must be 'auto', 'triton' or 'reference', got {impl!r}")
     if impl == "auto":
@@ -224,4 +225,9 @@ def choose_impl(impl: Impl, q: Tensor) -> Impl:
                 "impl='triton' needs Triton: install scale-invariant-attention[kernels], "
                 "or pass impl='reference'"
             ) from error
+        if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                "impl='triton' needs a CUDA device (or TRITON_INTERPRET=1 from the start), got "
+                f"q on {q.device}; pass impl='reference'"
+            )
     return impl

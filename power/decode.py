@@ -235,7 +235,7 @@ def power_attention_step(
     if impl == "triton":
         from power import kernels
 
-        reason = kernels.unsupported(q, k, v, log_g, deg, chunk)
+        reason = kernels.unsupported(q, k, v, log_g, deg, None)
         if reason:
             raise ValueError(reason)
     if not inplace:

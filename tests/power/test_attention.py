@@ -227,6 +227,13 @@ def test_without_triton():
     )
 
 
+def test_kernels_on_a_cpu(draw, monkeypatch):
+    pytest.importorskip("power.kernels", reason="the kernels need Triton", exc_type=ImportError)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"needs a CUDA .* got q on cpu; pass impl='ref"):
+        power_attention(*draw(), impl="triton")
+
+
 @pytest.mark.parametrize("bounds", [[0, 39], [1, 40], [0, 20, 10, 40]])
 def test_wrong_bounds(bounds, draw):
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 40, got"):
