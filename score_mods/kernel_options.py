@@ -82,6 +82,7 @@ def kernel_options(
     return options
 
 
+@torch.compiler.assume_constant_result
 def _is_hopper(device: torch.device | str) -> bool:
     return (
         torch.device(device).type == "cuda"

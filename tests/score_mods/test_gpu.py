@@ -253,3 +253,16 @@ def test_new_numbers_need_no_new_graph():
         exact = sm.dense_attention(q.double(), k.double(), v.double(), mod, sm.causal)
         assert error(out, exact)[1] < 5e-3
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_joins_a_compiled_model():
+    q, k, v, grad = inputs(256, torch.bfloat16)
+    mod = sm.to_device(sm.scale_invariant(), "cuda")
+
+    def model(q, k, v):
+        return sm.attention(q, k, v, mod, sm.causal) * 2
+
+    got = with_gradients(torch.compile(model, fullgraph=True), q, k, v, grad)
+    want = with_gradients(model, q, k, v, grad)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 2e-2

@@ -138,3 +138,11 @@ def test_flash_says_why_not(monkeypatch):
             ValueError, match="lacks the instructions of this score_mod's fast form"
         ):
             options(queries(), sm.with_offset(mod, 3), backend="flash")
+
+
+def test_the_choice_can_be_made_while_a_model_is_being_compiled():
+    def model(x):
+        return x + len(sm.kernel_options(64, torch.bfloat16, contiguous=True, device=x.device))
+
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(())) == 1
