@@ -50,14 +50,14 @@ from score_mods.operators import (
     power,
     weighted_sum,
 )
-from score_mods.rotary import (
-    Rotary,
+from score_mods.rotary import Rotary, half_truncated_rope, p_rope, rope
+from score_mods.rotary_scaled import (
     dynamic_ntk_rope,
-    half_truncated_rope,
+    llama3_rope,
+    longrope,
     ntk_rope,
-    p_rope,
     position_interpolation,
-    rope,
+    resonance_rope,
     yarn_rope,
 )
 from score_mods.scale_invariant import (
@@ -81,6 +81,7 @@ from score_mods.temperatures import (
     ssmax,
     yarn_temperature,
 )
+from score_mods.transforms import QueryKeyTransform, coca, cosscale, pose_positions
 from score_mods.two_branch import (
     TwoBranch,
     leaky_rerope,
@@ -92,6 +93,7 @@ from score_mods.two_branch import (
 
 __all__ = [
     "Mechanism",
+    "QueryKeyTransform",
     "Rotary",
     "TwoBranch",
     "alibi",
@@ -102,7 +104,9 @@ __all__ = [
     "attention_sink",
     "catalogue",
     "causal",
+    "coca",
     "compose",
+    "cosscale",
     "create_block_mask",
     "dense_attention",
     "distance_table",
@@ -121,11 +125,13 @@ __all__ = [
     "kerple_power",
     "leaky_rerope",
     "linear",
+    "llama3_rope",
     "llama4_temperature",
     "lm_infinite",
     "log_linear",
     "log_power_temperature",
     "logn",
+    "longrope",
     "merge",
     "ministral_temperature",
     "nape",
@@ -133,11 +139,13 @@ __all__ = [
     "ntk_rope",
     "or_masks",
     "p_rope",
+    "pose_positions",
     "position_interpolation",
     "power",
     "power_law_temperature",
     "prefix_lm",
     "rerope",
+    "resonance_rope",
     "rope",
     "sandwich",
     "scale_invariant",

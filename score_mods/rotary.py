@@ -1,11 +1,11 @@
-"""Rotary position embeddings: RoPE, p-RoPE and the ways to stretch them to longer contexts.
+"""Rotary position embeddings: RoPE, p-RoPE and what applies them.
 
 Rotating the pair (x_i, x_(i + d/2)) of a query at position m and of a key at position n by the
 angles m w_i and n w_i makes their product a function of m - n (Su et al., arXiv 2104.09864). The
-schemes differ in the frequencies w_i alone, and YaRN in a factor on cos and sin. A factory returns
-a `Rotary`, which holds those and applies them to queries or keys at any
-positions: rotate keys before they are cached, or cache them as they are and rotate late. NoPE is
-    to use none of these.
+schemes differ in the frequencies w_i alone, and some in a factor on cos and sin. A factory returns
+a `Rotary`, which holds those and applies them to queries or keys at any positions: rotate keys
+before they are cached, or cache them as they are and rotate late. NoPE is to use none of these.
+The schemes that stretch a trained model to longer contexts are in `rotary_scaled.py`.
 """
 
 from __future__ import annotations
@@ -100,12 +100,6 @@ def _pairs(head_dim: int) -> int:
     return head_dim // 2
 
 
-def _factor(factor: float) -> float:
-    if number("factor", factor, positive=True) < 1:
-        raise ValueError(f"factor must be at least 1, got {factor}")
-    return factor
-
-
 def rope(head_dim: int, base: float = 10000.0) -> Rotary:
     """RoPE: w_i = base^(-2i/d).
 
@@ -181,141 +175,3 @@ def half_truncated_rope(head_dim: int, base: float = 1024.0) -> Rotary:
     exponent = torch.linspace(0, 1, head_dim // 4, dtype=torch.float64)
     kept = number("base", base, positive=True) ** -exponent
     return Rotary(torch.cat([kept, torch.zeros_like(kept)]))
-
-
-def position_interpolation(head_dim: int, factor: float, base: float = 10000.0) -> Rotary:
-    """Position interpolation: RoPE at positions divided by `factor`, w_i = base^(-2i/d) / factor.
-
-    Args:
-        head_dim: channels d of a head, even.
-        factor: wanted length over trained length, at least 1.
-        base: as in `rope`.
-
-    Returns:
-        A `Rotary`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if `factor` is below 1, or as in `rope`.
-
-    Reference: Chen et al., arXiv 2306.15595, equation 2.
-    """
-    return Rotary(rope(head_dim, base).frequencies / _factor(factor))
-
-
-def ntk_rope(head_dim: int, factor: float, base: float = 10000.0) -> Rotary:
-    """NTK-aware RoPE: RoPE with the base raised to base * factor^(d/(d-2)).
-
-    The lowest frequency is divided by `factor` and the highest stays.
-
-    Args:
-        head_dim: channels d of a head, even, at least 4.
-        factor: wanted length over trained length, at least 1.
-        base: base of the trained model.
-
-    Returns:
-        A `Rotary`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if `factor` is below 1 or `head_dim` below 4, or as in `rope`.
-
-    Reference: bloc97, "NTK-aware scaled RoPE" (2023); arXiv 2309.00071, section 3.1; the paper's
-    RoPE+NTK.
-    """
-    integer("head_dim", head_dim, 4)
-    return rope(
-        head_dim,
-        number("base", base, positive=True) * _factor(factor) ** (head_dim / (head_dim - 2)),
-    )
-
-
-def dynamic_ntk_rope(
-    head_dim: int, length: float, train_length: float, factor: float = 1.0, base: float = 10000.0
-) -> Rotary:
-    """Dynamic NTK: NTK-aware RoPE whose factor follows the length of the context.
-
-    base' = base (factor length/train_length - (factor - 1))^(d/(d-2)) beyond `train_length`, base
-    up to it. The frequencies
-    change with the length: cache keys unrotated and rotate late.
-
-    Args:
-        head_dim: channels d of a head, even, at least 4.
-        length: tokens in the context now, positive.
-        train_length: tokens the model was trained on, positive.
-        factor: how much faster than the length the factor grows, at least 1.
-        base: base of the trained model.
-
-    Returns:
-        A `Rotary` for contexts of `length`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range.
-
-    Reference: emozilla, "Dynamically scaled RoPE" (2023), in the form of the transformers library.
-    """
-    ratio = number("length", length, positive=True) / number(
-        "train_length", train_length, positive=True
-    )
-    return ntk_rope(head_dim, max(1.0, _factor(factor) * ratio - (factor - 1)), base)
-
-
-def yarn_rope(
-    head_dim: int,
-    factor: float,
-    train_length: float,
-    *,
-    base: float = 10000.0,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    attention_factor: float | None = None,
-    truncate: bool = True,
-) -> Rotary:
-    """YaRN: interpolates the low frequencies, keeps the high ones, and sharpens the scores.
-
-    w_i' = w_i (1 - r_i) + (w_i / factor) r_i, where the ramp r_i rises linearly from 0 at the
-    channel pair that turns beta_fast times within `train_length` to 1 at the one that turns
-    beta_slow times; cos and sin are multiplied by 0.1 ln(factor) + 1.
-
-    Args:
-        head_dim: channels d of a head, even.
-        factor: wanted length over trained length, at least 1.
-        train_length: tokens the model was trained on, positive.
-        base: base of the trained model, above 1.
-        beta_fast: turns above which a frequency is kept.
-        beta_slow: turns below which it is divided by `factor`, below beta_fast.
-        attention_factor: factor on cos and sin instead of 0.1 ln(factor) + 1.
-        truncate: round the ramp's ends outward to whole pairs, as the authors' code does.
-
-    Returns:
-        A `Rotary`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range.
-
-    Reference: Peng et al., "YaRN", arXiv 2309.00071, sections 3.2 to 3.4, and the authors' public
-    code.
-    """
-    if number("base", base, positive=True) <= 1:
-        raise ValueError(f"base must be above 1, got {base}")
-    if not number("beta_slow", beta_slow, positive=True) < number(
-        "beta_fast", beta_fast, positive=True
-    ):
-        raise ValueError(f"beta_slow must be below beta_fast, got {beta_slow} and {beta_fast}")
-    length = number("train_length", train_length, positive=True)
-
-    def pair_that_turns(times: float) -> float:
-        return head_dim * math.log(length / (2 * math.pi * times)) / (2 * math.log(base))
-
-    frequencies = rope(head_dim, base).frequencies
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low if high != low else 0.001
-    ramp = ((torch.arange(len(frequencies), dtype=torch.float64) - low) / width).clamp(0, 1)
-    scaled = frequencies * (1 - ramp) + frequencies / _factor(factor) * ramp
-    sharpening = 0.1 * math.log(factor) + 1 if attention_factor is None else attention_factor
-    return Rotary(scaled, number("attention_factor", sharpening, positive=True))

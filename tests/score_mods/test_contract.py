@@ -78,7 +78,7 @@ def test_every_score_mod_of_the_catalogue_has_a_case():
 @pytest.mark.parametrize("name", list(ENTRIES))
 def test_examples_of_the_catalogue_are_made_by_their_factories(name):
     made = eval(ENTRIES[name].example, {**vars(sm), "torch": torch, "T": 64})
-    assert callable(made)
+    assert callable(made) or isinstance(made, (tuple, torch.Tensor))
     assert ENTRIES[name].example.startswith(name)
 
 

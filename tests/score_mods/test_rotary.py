@@ -11,9 +11,17 @@ import score_mods as sm
 D, BASE, TRAINED = 64, 10000.0, 4096
 
 
+FACTORS = [1.0 + i / 3 for i in range(32)]
+
+
 def from_transformers(kind, length=None, **options):
     config = LlamaConfig(head_dim=D, max_position_embeddings=TRAINED)
-    config.rope_parameters = {"rope_type": kind, "rope_theta": BASE, **options}
+    config.rope_parameters = {
+        "rope_type": kind,
+        "rope_theta": BASE,
+        "original_max_position_embeddings": TRAINED,
+        **options,
+    }
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
     return frequencies.tolist(), factor
 
@@ -64,11 +72,45 @@ CASES = {
             ),
         ),
     ],
+    "llama3_rope": [
+        (
+            sm.llama3_rope(D, 8.0, TRAINED, base=BASE),
+            from_transformers("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        ),
+        (
+            sm.llama3_rope(D, 32.0, TRAINED, base=BASE, low_turns=2.0, high_turns=3.0),
+            from_transformers("llama3", factor=32.0, low_freq_factor=2.0, high_freq_factor=3.0),
+        ),
+    ],
+    "longrope": [
+        (
+            sm.longrope(D, FACTORS, 16.0, TRAINED, base=BASE),
+            from_transformers(
+                "longrope", 65536, factor=16.0, long_factor=FACTORS, short_factor=[1.0] * 32
+            ),
+        ),
+        (
+            sm.longrope(D, [1.0] * 32, 16.0, TRAINED, base=BASE, attention_factor=1.25),
+            ([BASE**-x for x in exponents()], 1.25),
+        ),
+    ],
+    "resonance_rope": [
+        (
+            sm.resonance_rope(sm.rope(D)),
+            ([math.tau / round(math.tau * BASE**x) for x in exponents()], 1.0),
+        ),
+        (
+            sm.resonance_rope(sm.Rotary(torch.tensor([3.0, 0.0]).double(), 1.5)),
+            ([math.tau / 2, 0.0], 1.5),
+        ),
+    ],
 }
+TRANSFORMS = {"cosscale", "coca"}  # see test_transforms.py
 
 
 def test_every_scheme_of_the_catalogue_has_a_case():
-    assert set(CASES) == {m.name for m in sm.catalogue if m.kind == "q,k transform"}
+    named = {m.name for m in sm.catalogue if m.kind == "q,k transform"}
+    assert set(CASES) | TRANSFORMS == named
 
 
 @pytest.mark.parametrize(
@@ -131,6 +173,17 @@ def test_low_precision_rounds_once(dtype):
     assert ((out - exact).abs() <= exact.abs().clamp(min=1) * torch.finfo(dtype).eps * 2).all()
 
 
+def test_resonance_brings_no_new_angles():
+    """Two positions a whole number of every short wavelength apart have the same angles."""
+    rotary = sm.resonance_rope(sm.rope(D))
+    waves = [round(math.tau / w) for w in rotary.frequencies.tolist()[:3]]
+    turns = math.lcm(*waves)
+    cos, sin = rotary.cos_sin(torch.tensor([5, 5 + turns]), torch.float64)
+    torch.testing.assert_close(cos[0, :3], cos[1, :3], rtol=0, atol=1e-9)
+    torch.testing.assert_close(sin[0, :3], sin[1, :3], rtol=0, atol=1e-9)
+    assert not torch.allclose(cos[0, 3:], cos[1, 3:])
+
+
 def test_rotation_has_gradients_and_yarn_scales_the_score():
     x = torch.randn(1, 1, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(sm.yarn_rope(8, 4.0, 64), (x,))
@@ -154,6 +207,12 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.dynamic_ntk_rope(8, 0, 64), ValueError, "length"),
         (lambda: sm.yarn_rope(8, 2.0, 64, beta_fast=1, beta_slow=2), ValueError, "beta_slow"),
         (lambda: sm.yarn_rope(8, 2.0, 64, base=1.0), ValueError, "base must be above 1"),
+        (lambda: sm.llama3_rope(8, 0.5), ValueError, "factor must be at least 1"),
+        (lambda: sm.llama3_rope(8, low_turns=4.0), ValueError, "low_turns must be below"),
+        (lambda: sm.longrope(8, [1.0] * 3, 2.0, 64), ValueError, "factors must be 4 positive"),
+        (lambda: sm.longrope(8, [1.0, 1, 1, 0], 2.0, 64), ValueError, "factors"),
+        (lambda: sm.longrope(8, [1.0] * 4, 2.0, 1), ValueError, "train_length"),
+        (lambda: sm.resonance_rope(8), TypeError, "rotary must be a Rotary, got int"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 8)), ValueError, "x must have shape"),
         (lambda: sm.rope(16)(torch.zeros(1, 2, 3, 8)), ValueError, "D >= 16"),
         (
