@@ -1,0 +1,241 @@
+"""Self-attention as a module: projections, QK-norm, rotary, a score_mod, a cache, a sink.
+
+Which implementation: `impl="flex"` compiles FlexAttention and is the one for a GPU, by itself or
+inside a compiled model. On a CPU, FlexAttention does not train, gives no lse, which a sink needs,
+and joins no compiled model (Inductor of torch 2.13 takes no operation behind it): there, and for
+`torch.export`, use `impl="dense"`. Nothing is chosen for you; what cannot work says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._device import DeviceContext
+
+from score_mods._captured import Mod, is_mask_mod, to_device
+from score_mods._checks import integer, number
+from score_mods.attention import attention
+from score_mods.cache import KVCache
+from score_mods.combine import with_positions
+from score_mods.kernel_options import _within
+from score_mods.masks import causal
+from score_mods.rotary import Rotary
+from score_mods.sinks import attention_sink
+
+_POSITIVE = ("tau", "sigma", "alpha")
+
+
+class Learnable(nn.Module):
+    """A score_mod whose parameters are learned: calling it makes the score_mod of their values.
+
+    `Learnable(scale_invariant, tau=torch.full((H,), 10.0))` has the parameter `log_tau`: what must
+    stay positive (tau, sigma and alpha) is held by its logarithm, which also suits its range. All
+    other tensors are parameters under their own names.
+    """
+
+    def __init__(self, factory: Callable[..., Mod], **arguments: Any) -> None:
+        """Hold the parameters.
+
+        Args:
+            factory: a function of this library, such as `scale_invariant`, `ssmax` or `t5_bias`,
+                or one of yours that composes several.
+            arguments: its arguments by name. Floating tensors become parameters, copied, one value
+                for each head; everything else is passed on as it is.
+
+        Raises:
+            TypeError: if `factory` is not callable.
+            ValueError: if no argument is a floating tensor, or tau, sigma or alpha not positive.
+        """
+        super().__init__()
+        if not callable(factory):
+            raise TypeError(f"factory must be callable, got {type(factory).__name__}")
+        self.factory, self.arguments = factory, {}
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                self.arguments[name] = value
+            elif name not in _POSITIVE:
+                self.register_parameter(name, nn.Parameter(value.detach().clone()))
+            elif (value <= 0).any():
+                raise ValueError(f"{name} must be positive, got {value.min().item()}")
+            else:
+                self.register_parameter(f"log_{name}", nn.Parameter(value.detach().log()))
+        if not self._parameters:
+            raise ValueError("arguments must have a floating tensor to learn, got none")
+
+    def forward(self) -> Mod:
+        """The score_mod with the parameters' present values."""
+        learned = {
+            name.removeprefix("log_"): p.exp() if name.startswith("log_") else p
+            for name, p in self._parameters.items()
+            if p is not None
+        }
+        # The factory makes tensors of numbers, which must be on the parameters' device. This is the
+        # context manager `with device:` in the form that torch.compile takes.
+        with DeviceContext(next(iter(learned.values())).device):
+            return self.factory(**self.arguments, **learned)
+
+
+class FlexSelfAttention(nn.Module):
+    """Self-attention with a score_mod and a mask_mod, for training and for decoding with a cache.
+
+    out = o_proj(softmax(mask(score_mod(q kᵀ / sqrt(D)))) v), with q and k projected, normalised to
+    root mean square 1 over the channels of a head (QK-norm without a weight, which keeps the base
+    logits' standard deviation near 1, as `scale_invariant` assumes) and rotated.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        score_mod: Mod | Learnable | None = None,
+        mask_mod: Mod | None = causal,
+        rotary: Rotary | None = None,
+        qk_norm: bool = True,
+        sink: float | None = None,
+        impl: str = "flex",
+    ) -> None:
+        """Build the layer.
+
+        Args:
+            dim: channels of the model; each head has dim/num_heads of them.
+            num_heads: number of query heads H, divides `dim`.
+            num_kv_heads: number of key and value heads, divides `num_heads`; `num_heads` if not
+                given.
+            score_mod: a score_mod, a `Learnable`, or None.
+            mask_mod: a mask_mod, or None.
+            rotary: a rotary scheme for heads of dim/num_heads channels, or None.
+            qk_norm: whether queries and keys are normalised.
+            sink: initial logit of a learned attention sink for each head, or None.
+            impl: "flex" or "dense", as in `attention`.
+
+        Raises:
+            TypeError: if an argument has the wrong type.
+            ValueError: if sizes do not divide, or `score_mod` captures a tensor that requires
+                grad, which would not be a parameter of the module.
+        """
+        super().__init__()
+        heads = integer("num_heads", num_heads)
+        kv_heads = heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
+        if integer("dim", dim) % heads:
+            raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {heads}")
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}"
+            )
+        if not isinstance(score_mod, Learnable) and score_mod is not None:
+            if is_mask_mod(score_mod, "score_mod"):
+                raise TypeError("score_mod must be a score_mod or a Learnable, got a mask_mod")
+            if any(isinstance(x, Tensor) and x.requires_grad for x in _within(score_mod)):
+                raise ValueError(
+                    "score_mod captures a tensor that requires grad and would be no parameter of "
+                    "this module; use Learnable(factory, name=tensor)"
+                )
+        if mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
+            raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+        if impl not in ("flex", "dense"):
+            raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.score_mod, self.mask_mod, self.rotary = score_mod, mask_mod, rotary
+        self.qk_norm, self.impl = qk_norm, impl
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.sink = (
+            None if sink is None else nn.Parameter(torch.full((heads,), number("sink", sink)))
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlexSelfAttention:
+        """Move what the mods capture along with the parameters: a compiled model cannot."""
+        super()._apply(fn, recurse)
+        device = self.q_proj.weight.device
+        if device.type != "meta":
+            if self.score_mod is not None and not isinstance(self.score_mod, Learnable):
+                self.score_mod = to_device(self.score_mod, device)
+            if self.mask_mod is not None:
+                self.mask_mod = to_device(self.mask_mod, device)
+        return self
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask_mod: Mod | BlockMask | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: `(B, T, dim)`.
+            positions: positions of the tokens, integers, `(T,)` or `(B, T)`, for the rotary and
+                the score_mod: of packed documents, say. Without a cache 0 to T - 1 if not given,
+                and the mask_mod has indices in x all the same. With a cache they go on from the
+                tokens in it if not given, the mask_mod has positions, and a negative position
+                marks padding.
+            cache: keys and values of the tokens before; the new ones are added to it.
+            mask_mod: a mask_mod or BlockMask for this call instead of the module's: of packed
+                documents, or shared by all layers. With a cache, a mask_mod.
+
+        Returns:
+            `(B, T, dim)`.
+
+        Raises:
+            ValueError: if shapes do not fit, or `impl="flex"` cannot do what is asked; the message
+                names the way that works.
+        """
+        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
+            raise ValueError(
+                f"x must have shape (B, T, {self.q_proj.in_features}), got {tuple(x.shape)}"
+            )
+        if self.impl == "flex" and x.device.type == "cpu" and torch.compiler.is_compiling():
+            raise ValueError('FlexAttention joins no compiled model on a CPU; use impl="dense"')
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        if self.qk_norm:
+            q, k = (F.rms_norm(y, (self.head_dim,)).to(v.dtype) for y in (q, k))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if cache is not None and positions is None:
+            positions = cache.next_positions(T)
+        at = None if positions is None else positions.clamp(min=0)
+        if self.rotary is not None:
+            q, k = self.rotary(q, at), self.rotary(k, at)
+
+        mask = self.mask_mod if mask_mod is None else mask_mod
+        kv_at = at
+        if cache is not None and positions is not None:
+            if isinstance(mask, BlockMask):
+                raise ValueError("mask_mod must be a mask_mod with a cache, got a BlockMask")
+            k, v, kv_positions = cache.update(k, v, positions)
+            mask = cache.mask(mask, positions, kv_positions)
+            kv_at = kv_positions.clamp(min=0)
+        # The dense form's products are float32, also under autocast.
+        with torch.autocast(x.device.type, enabled=False):
+            score_mod = (
+                self.score_mod() if isinstance(self.score_mod, Learnable) else self.score_mod
+            )
+            if score_mod is not None and at is not None:
+                score_mod = with_positions(score_mod, at, kv_at)
+            out: Any = attention(
+                q,
+                k,
+                v,
+                score_mod,
+                mask,
+                enable_gqa=True,
+                return_lse=self.sink is not None,
+                impl=self.impl,
+            )
+            if self.sink is not None:
+                out, _ = attention_sink(self.sink)(*out)
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
