@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rows", metavar="N", type=int, default=0, help="default 256, 128 for a model"
     )
     command.add_argument("--seed", metavar="N", type=int, default=0)
-    command.add_argument("--out", metavar="DIR", default="report")
+    command.add_argument("--out", metavar="DIR", default="reports")
     options = vars(parser.parse_args(arguments))
     mods = options.pop("mods")
     if mods is not None:

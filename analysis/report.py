@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from analysis.conditions import ScoreMod
@@ -76,7 +77,7 @@ class Settings:
     tau: tuple[float, ...] = ()
     rows: int = 0
     seed: int = 0
-    out: str = "report"
+    out: str = "reports"
 
     @property
     def gaussian(self) -> bool:
@@ -127,7 +128,8 @@ def report(settings: Settings) -> str:
         if settings.gaussian:
             from analysis.report_gaussian import survey_gaussian
 
-            findings = survey_gaussian(settings, folder)
+            with one_thread():
+                findings = survey_gaussian(settings, folder)
         else:
             from analysis.report_model import survey_model
 
@@ -174,6 +176,17 @@ def mechanisms(
                 sigma, mu = (x.float() for x in measured)
                 made[f"{label}, calibrated"] = scale_invariant(scale, sigma=sigma, mu=mu)
     return made
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Measure in one thread: operations this small cost more in waiting than threads give."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def described(names: tuple[str, ...]) -> str:

@@ -16,7 +16,15 @@ from analysis.conditions import ScoreMod
 from analysis.huggingface import LayerQK
 from analysis.invariance import judge
 from analysis.measure import Rows, measure
-from analysis.report import LAST, Findings, Settings, described, markdown_table, mechanisms
+from analysis.report import (
+    LAST,
+    Findings,
+    Settings,
+    described,
+    markdown_table,
+    mechanisms,
+    one_thread,
+)
 from analysis.verdict import SLOPE, Verdict
 
 _PER_LENGTH = 16  # rows that end at each context length
@@ -42,6 +50,7 @@ def survey_model(settings: Settings, folder: Path) -> Findings:
     notes: Counter[str] = Counter()
     bar = tqdm(desc=f"{settings.model}, {length:,} tokens", unit="layer")
 
+    @one_thread()
     def visit(layer: LayerQK) -> None:
         q = layer.q[:, :, : len(late)]
         logits = measure(q, layer.k, {}, q_positions=late, scale=layer.scale).base
@@ -239,8 +248,8 @@ differ where E[Z] would be carried by keys so far out in the tail that the text 
 are medians over heads (that of the entropy, dH/d log t, over the last decade of t), shares are
 means, at {settings.lengths[-1]:,} tokens. The negentropy's verdict follows from the same law.
 
-- Under plain softmax the median slope is {slope["none"]:+.2f}; {within:.0%} of the heads lie within
-  ±{SLOPE}.
+- Under plain softmax the median slope is {slope["none"]:+.2f}; {within:.0%} of the heads lie
+  within ±{SLOPE}.
 - Nearest to 0 is the median slope of `{nearest}`, {slope[nearest]:+.2f}.
 - Logits that did not depend on distance would give +1, the growth of the number of keys; the law
   asks that the weight of a key fall as 1/t, which takes that 1 away. This model's own logits take
