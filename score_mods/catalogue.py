@@ -398,7 +398,7 @@ catalogue: tuple[Mechanism, ...] = (
         "absolute",
         (),
         "arXiv 2309.10400",
-        "pose_positions(64, 256)",
+        "pose_positions(T, 4 * T)",
     ),
     Mechanism(
         "attention_sink",
