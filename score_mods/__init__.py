@@ -30,6 +30,13 @@ from score_mods.forgetting_gate import (
     forgetting_gate,
 )
 from score_mods.kernel_options import kernel_options
+from score_mods.layers import (
+    command_a_layers,
+    gemma2_layers,
+    gemma3_layers,
+    llama4_layers,
+    local_global,
+)
 from score_mods.masks import (
     and_masks,
     causal,
@@ -38,6 +45,14 @@ from score_mods.masks import (
     or_masks,
     prefix_lm,
     sliding_window,
+)
+from score_mods.masks_grid import clear, natten
+from score_mods.masks_sparse import (
+    chunked,
+    lambda_mask,
+    longformer,
+    longnet,
+    streaming_llm_mask,
 )
 from score_mods.merge import merge
 from score_mods.operators import (
@@ -104,7 +119,10 @@ __all__ = [
     "attention_sink",
     "catalogue",
     "causal",
+    "chunked",
+    "clear",
     "coca",
+    "command_a_layers",
     "compose",
     "cosscale",
     "create_block_mask",
@@ -117,24 +135,32 @@ __all__ = [
     "focused_attention",
     "focused_features",
     "forgetting_gate",
+    "gemma2_layers",
+    "gemma3_layers",
     "half_truncated_rope",
     "infoscale",
     "inline_attention",
     "kernel_options",
     "kerple_log",
     "kerple_power",
+    "lambda_mask",
     "leaky_rerope",
     "linear",
     "llama3_rope",
+    "llama4_layers",
     "llama4_temperature",
     "lm_infinite",
+    "local_global",
     "log_linear",
     "log_power_temperature",
     "logn",
+    "longformer",
+    "longnet",
     "longrope",
     "merge",
     "ministral_temperature",
     "nape",
+    "natten",
     "norm_attention",
     "ntk_rope",
     "or_masks",
@@ -158,6 +184,7 @@ __all__ = [
     "softmax_off_by_one",
     "ssmax",
     "streaming_llm",
+    "streaming_llm_mask",
     "t5_bias",
     "t5_buckets",
     "to_device",

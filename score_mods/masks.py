@@ -1,12 +1,12 @@
 """Masks, and the BlockMask of any mask without a T×T tensor.
 
-A mask_mod made here knows its blocks in closed form: its attribute `block_bounds(b, h, q_lo, q_hi,
-    kv_lo, kv_hi)` returns
-two bool tensors that say, for a block of queries q_lo..q_hi and keys kv_lo..kv_hi (inclusive),
-whether some pair may be visible and whether every pair is. `and_masks` and `or_masks` of such
-masks are combined from their parts. "May": a block that is taken in although it is empty costs
-time and changes nothing, since the kernel still applies the mask_mod to it; a block said to be
-full is not checked again. Any other mask is evaluated a row of blocks at a time.
+A mask_mod of this library knows its blocks in closed form: its attribute `block_bounds(b, h, q_lo,
+q_hi, kv_lo, kv_hi)` returns two bool tensors that say, for a block of queries q_lo..q_hi and keys
+kv_lo..kv_hi (inclusive), whether some pair may be visible and whether every pair is. `and_masks`
+and `or_masks` of such masks are combined from their parts. "May": a block that is taken in
+although it is empty costs time and changes nothing, since the kernel still applies the mask_mod to
+it; a block said to be full is not checked again. Any other mask is evaluated a row of blocks at a
+time.
 """
 
 from __future__ import annotations
@@ -262,12 +262,12 @@ def create_block_mask(
 ) -> BlockMask:
     """The BlockMask of a mask_mod, without a T×T tensor, cached.
 
-    Takes what `torch.nn.attention.flex_attention.create_block_mask` takes. Causal, window, prefix
-    and document masks, their combinations by `and_masks` and `or_masks`, and `with_offset` of them
-    are computed from the blocks' corners; other masks one row of blocks at a time, `BLOCK_SIZE *
-    KV_LEN` values in memory. The blocks of the last 16 (mask, sizes, device) are
-    kept: a mask whose captured tensors change in place must not be used again, save for the offset
-        of `with_offset`.
+    Takes what `torch.nn.attention.flex_attention.create_block_mask` takes. The masks of this
+    library, their combinations by `and_masks` and `or_masks`, and `with_offset` of them are
+    computed from the blocks' corners; other masks one row of blocks at a time, `BLOCK_SIZE *
+    KV_LEN` values in memory. The blocks of the last 16 (mask, sizes, device) are kept: a mask
+    whose captured tensors change in place must not be used again, save for the offset of
+    `with_offset`.
 
     Args:
         mask_mod: a mask_mod; it must accept tensors of indices that broadcast, as every pointwise

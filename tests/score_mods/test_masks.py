@@ -1,8 +1,12 @@
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 from torch.nn.attention.flex_attention import create_mask
+from transformers import Cohere2Config, Gemma2Config, Gemma3TextConfig, Llama4TextConfig
 
 import score_mods as sm
 
@@ -16,7 +20,39 @@ CASES = {
     "sliding_window": (sm.sliding_window(70), lambda q, k: k in range(q - 69, q + 1)),
     "prefix_lm": (sm.prefix_lm(130), lambda q, k: k <= q or k < 130),
     "document": (sm.document(IDS), lambda q, k: IDS.tolist()[q] == IDS.tolist()[k]),
+    "chunked": (sm.chunked(70), lambda q, k: any({q, k} <= {*range(c, c + 70)} for c in CHUNKS)),
+    "lambda_mask": (
+        sm.lambda_mask(40, 7),
+        lambda q, k: k in range(q - 39, q + 1) or (k < 7 and k <= q),
+    ),
+    "streaming_llm_mask": (
+        sm.streaming_llm_mask(129),
+        lambda q, k: k in {*range(min(4, q + 1)), *range(q - 128, q + 1)},
+    ),
+    "longformer": (
+        sm.longformer(torch.arange(T) % 130 == 77, 9),
+        lambda q, k: k in range(q - 9, q + 10) or q in (77, 207) or k in (77, 207),
+    ),
+    "clear": (
+        sm.clear((16, 17), 4, text_length=28),
+        lambda q, k: (
+            q < 28 or k < 28 or math.dist(divmod(q - 28, 17), divmod(k - 28, 17)) < 4 - 1e-9
+        ),
+    ),
+    "natten": (sm.natten((25, 12), (4, 7)), lambda q, k: k in box(q, (25, 12), (4, 7))),
 }
+CHUNKS = range(0, T, 70)
+
+
+def box(q, shape, kernel):
+    """The keys of a token: on each axis the first K-window that holds it nearest its centre."""
+    axes = []
+    for position, extent, size in zip(np.unravel_index(q, shape), shape, kernel, strict=True):
+        start = min(max(position - size // 2, 0), extent - size)
+        axes.append(range(start, start + size))
+    return {int(np.ravel_multi_index(place, shape)) for place in itertools.product(*axes)}
+
+
 COMBINED = {
     "causal and document": sm.and_masks(sm.causal, sm.document(IDS)),
     "document of a batch": sm.and_masks(sm.causal, sm.document(BATCH_IDS)),
@@ -44,6 +80,41 @@ def test_a_window_has_window_keys():
         visible = create_mask(sm.sliding_window(window), 1, 1, T, T, "cpu")[0, 0].sum(-1)
         assert visible.max() == window
         assert visible[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((13,), (6,)), ((12, 6), (5, 3)), ((4, 5, 6), (2, 5, 3)), ((3, 3), (3, 3))],
+)
+def test_natten_sees_the_whole_kernel_everywhere(shape, kernel):
+    size = math.prod(shape)
+    visible = create_mask(sm.natten(shape, kernel), 1, 1, size, size, "cpu")[0, 0]
+    assert (visible.sum(-1) == math.prod(kernel)).all()
+    for q in range(size):
+        assert set(visible[q].nonzero().flatten().tolist()) == box(q, shape, kernel)
+
+
+def test_layers_follow_the_configurations_of_the_transformers_library():
+    configurations = [
+        (sm.gemma2_layers(8), Gemma2Config(num_hidden_layers=13)),
+        (sm.gemma3_layers(8), Gemma3TextConfig(num_hidden_layers=13)),
+        (sm.command_a_layers(8), Cohere2Config(num_hidden_layers=13)),
+        (sm.llama4_layers(8), Llama4TextConfig(num_hidden_layers=13)),
+    ]
+    for masks, configuration in configurations:
+        kinds = ["full_attention" if masks(i) is sm.causal else "local" for i in range(13)]
+        assert kinds == [
+            k.replace("sliding", "local")
+            .replace("chunked", "local")
+            .replace("local_attention", "local")
+            for k in configuration.layer_types
+        ]
+        assert masks(0) is masks(12 if kinds[12] == "local" else 8)
+    local = create_mask(sm.llama4_layers(70)(0), 1, 1, T, T, "cpu")[0, 0]
+    chunks = torch.arange(T) // 70
+    assert torch.equal(local, (chunks[:, None] == chunks) & torch.ones(T, T).tril().bool())
+    local = create_mask(sm.gemma3_layers(70)(4), 1, 1, T, T, "cpu")[0, 0]
+    assert local.sum(-1).max() == 70
 
 
 def kinds_of_blocks(block_mask):
@@ -95,6 +166,10 @@ def test_blocks_of_known_masks_are_exact_where_lengths_are_multiples():
         sm.prefix_lm(77),
         sm.document(ids),
         sm.with_offset(sm.causal, 64),
+        sm.chunked(192),
+        sm.and_masks(sm.causal, sm.chunked(100)),
+        sm.lambda_mask(100, 128),
+        sm.longformer(torch.arange(512) // 128 == 1, 60),
     ):
         ours = sm.create_block_mask(mask, None, None, 512, 512)
         theirs = torch_create_block_mask(mask, None, None, 512, 512, "cpu")
@@ -144,6 +219,23 @@ def test_blocks_are_cached_and_the_mask_is_not():
         (lambda: sm.document(torch.tensor([0.0])), TypeError, "document_ids"),
         (lambda: sm.document(torch.tensor([0, 1, 0])), ValueError, "never fall"),
         (lambda: sm.document(torch.zeros(1, 1, 1, dtype=torch.int)), ValueError, "shape"),
+        (lambda: sm.chunked(0), ValueError, "chunk must be at least 1"),
+        (lambda: sm.lambda_mask(8, 0), ValueError, "sinks must be at least 1"),
+        (lambda: sm.streaming_llm_mask(0), ValueError, "window"),
+        (lambda: sm.longformer([True]), TypeError, "is_global must be a bool tensor, got list"),
+        (lambda: sm.longformer(torch.ones(1, 2) > 0), ValueError, "is_global must have shape"),
+        (lambda: sm.longformer(torch.ones(2) > 0, -1), ValueError, "each_side"),
+        (lambda: sm.clear((3, 3, 3), 2), ValueError, "shape must be a height and a width"),
+        (lambda: sm.clear((3, 3), 0), ValueError, "radius must be at least 1"),
+        (lambda: sm.clear([3, 3], 2), TypeError, "shape must be a tuple"),
+        (lambda: sm.natten((3, 4), (3,)), ValueError, "kernel must have one number"),
+        (lambda: sm.natten((3, 4), (3, 5)), ValueError, "kernel must be at most"),
+        (lambda: sm.natten((3, 0), (3, 1)), ValueError, "each of shape"),
+        (lambda: sm.local_global(sm.causal, 0), ValueError, "period"),
+        (lambda: sm.gemma2_layers(8)(-1), ValueError, "layer must be at least 0"),
+        (lambda: sm.longnet((4, 8), (1,)), ValueError, "segments and dilations"),
+        (lambda: sm.longnet([4], (1,)), TypeError, "segments must be a tuple"),
+        (lambda: sm.longnet((4,), (0,)), ValueError, "each of dilations"),
         (lambda: sm.create_block_mask(sm.alibi(2), 1, 1, 8, 8), TypeError, "mask_mod"),
         (lambda: sm.create_block_mask(lambda q, k: q, 1, 1, 8, 8), TypeError, "mask_mod"),
         (
