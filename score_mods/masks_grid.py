@@ -80,8 +80,8 @@ def natten(shape: tuple[int, ...], kernel: tuple[int, ...]) -> Mod:
 
     On each axis of L tokens and a kernel of K, with l = floor(K/2) tokens before the centre and
     r = K - 1 - l after it, the centre is c = clamp(q, l, L - 1 - r), and c - l <= k <= c + r:
-    every token sees K keys. attention-gym's `generate_natten` takes the axes for one another on canvases
-    that are not square or kernels that are not, and lets an even kernel see K + 1.
+    every token sees K keys. attention-gym's `generate_natten` takes one axis for the other where
+    canvas or kernel is not square, and lets an even kernel see K + 1.
 
     Args:
         shape: tokens along each axis, the last one running fastest; one, two, three axes or more.
