@@ -68,8 +68,8 @@ def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
 def described(mod: F, name: str, *captured: Any) -> F:
     """Give `mod` its name, its parts, and the head count of what it captures.
 
-    What it captures are tensors, or described mods, whose parts it then has; a mod of tensors
-    alone is its own one part.
+    What it captures are tensors, or mods, whose parts it then has; a mod of tensors alone is its
+    own one part.
 
     The head axis of a tensor is marked static: it never varies in a model, and with one more
     symbolic size the CPU's FlexAttention of torch 2.13 may not compile.
@@ -86,7 +86,8 @@ def described(mod: F, name: str, *captured: Any) -> F:
             heads.add(item.shape[axis])
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static(item, axis)
-    parts = [item.parts for item in captured if hasattr(item, "parts")]
+    mods = [item for item in captured if not isinstance(item, Tensor)]
+    parts = [getattr(item, "parts", (getattr(item, "__name__", "mod"),)) for item in mods]
     heads.discard(1)
     if len(heads) > 1:
         raise ValueError(f"{name} needs parameters for one number of heads, got {sorted(heads)}")

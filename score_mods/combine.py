@@ -235,4 +235,6 @@ def exempt_keys(score_mod: Mod, n: int) -> Mod:
         changed = score_mod(score, b, h, q_idx, kv_idx)
         return torch.where(kv_idx < count, score.to(changed.dtype), changed)
 
-    return described(exempt_keys_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)
+    described(exempt_keys_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)
+    exempt_keys_mod.parts += ("exempt_keys",)  # type: ignore[attr-defined]
+    return exempt_keys_mod

@@ -75,6 +75,32 @@ def test_equals_its_definition(name):
     np.testing.assert_array_equal(create_mask(mask, 1, 1, T, T, "cpu")[0, 0].numpy(), expected)
 
 
+@pytest.mark.parametrize("name", list(CASES))
+def test_decoding_with_an_offset_sees_what_the_full_pass_sees(name):
+    mask = CASES[name][0]
+    whole = create_mask(mask, 1, 1, T, T, "cpu")[0, 0]
+    for start, offset in ((0, 0), (128, 128), (299, torch.tensor(299))):
+        rows = sm.create_block_mask(sm.with_offset(mask, offset), 1, 1, T - start, T)
+        seen = create_mask(rows.mask_mod, 1, 1, T - start, T, "cpu")[0, 0]
+        assert torch.equal(seen, whole[start:])
+        blocks = rows.to_dense()[0, 0].bool()
+        by_block = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert by_block[: T - start, :T][seen].all()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "document"])
+def test_packed_documents_see_what_they_see_alone(name):
+    mask = CASES[name][0]
+    positions = torch.cat([torch.arange(n) for n in IDS.bincount().tolist()])
+    packed = sm.and_masks(sm.document(IDS), sm.with_positions(mask, positions))
+    seen = create_mask(packed, 1, 1, T, T, "cpu")[0, 0]
+    alone = create_mask(mask, 1, 1, T, T, "cpu")[0, 0]
+    for document in IDS.unique():
+        part = (document == IDS).nonzero().flatten()
+        assert torch.equal(seen[part][:, part], alone[: len(part), : len(part)])
+    assert seen.sum() == sum(alone[:n, :n].sum() for n in IDS.bincount().tolist())
+
+
 def test_a_window_has_window_keys():
     for window in (1, 2, 128, 129):
         visible = create_mask(sm.sliding_window(window), 1, 1, T, T, "cpu")[0, 0].sum(-1)

@@ -73,6 +73,12 @@ def test_infoscale_is_1_at_the_trained_length_and_bounded():
             "got logn then alibi",
         ),
         (lambda q: sm.scale_queries(q, sm.scale_invariant()), ValueError, "as a score_mod"),
+        (lambda q: sm.scale_queries(q, sm.exempt_keys(sm.logn(), 1)), ValueError, "exempt_keys"),
+        (
+            lambda q: sm.scale_queries(q, sm.compose(sm.logn(), lambda s, b, h, i, j: s + 1)),
+            ValueError,
+            "logn then <lambda>",
+        ),
         (lambda q: sm.scale_queries(q, lambda s, b, h, i, j: s), TypeError, "row temperature"),
         (lambda q: sm.scale_queries(q[0], sm.logn()), ValueError, "q must have shape"),
         (lambda q: sm.scale_queries(q, sm.ssmax(torch.ones(3))), ValueError, "3 heads"),
