@@ -169,7 +169,7 @@ def prepare(
         raise TypeError(f"q must have a floating dtype, got {q.dtype}")
     dtype = q.dtype
     kind = q.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
     if autocast and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) else x for x in (q, k, v))
