@@ -1,16 +1,18 @@
-"""Command line: `python -m analysis report`."""
+"""Command line: `python -m analysis report` and `python -m analysis gallery`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from analysis.gallery import gallery
 from analysis.report import NAMES, Settings, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m analysis", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "report",
         help="measure mechanisms on Gaussian logits or a model's, and write it down with figures",
@@ -33,20 +35,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_argument("--seed", metavar="N", type=int, default=0)
     command.add_argument("--out", metavar="DIR", default="reports")
+    command = commands.add_parser("gallery", help="draw every mechanism on one page")
+    command.add_argument("--only", metavar="A,B,...", help="names of mechanisms; default: all")
+    command.add_argument("--out", metavar="DIR", default="gallery")
     options = vars(parser.parse_args(arguments))
-    mods = options.pop("mods")
-    if mods is not None:
-        options["mods"] = tuple(name.strip() for name in mods.split(","))
-    for name in ("lengths", "tau"):
-        options[name] = tuple(options[name])
+    name = options.pop("command")
     try:
-        table = report(Settings(**options))
+        table = _report(options) if name == "report" else _gallery(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table)
-    print(f"\nreport: {options['out']}/report.md")
+    print(f"\n{name}: {options['out']}/{name}.md")
     return 0
+
+
+def _report(options: dict[str, Any]) -> str:
+    given: dict[str, Any] = {name: tuple(options[name]) for name in ("lengths", "tau")}
+    if options["mods"] is not None:
+        given["mods"] = _names(options["mods"])
+    rest = {name: value for name, value in options.items() if name not in (*given, "mods")}
+    return report(Settings(**rest, **given))
+
+
+def _gallery(options: dict[str, Any]) -> str:
+    only = options["only"]
+    return gallery(options["out"], () if only is None else _names(only))
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(","))
 
 
 if __name__ == "__main__":

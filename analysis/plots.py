@@ -9,6 +9,7 @@ Colours are Okabe and Ito's, told apart with any colour vision. A `figure` is 8 
 type of 8.5 to 9 points, legible at the 800 pixels of a README and at the width of a page.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -165,6 +166,67 @@ def by_length(
     _labels(ax, "context length (tokens)", ylabel, "log")
     ax.set_xticks(lengths, [f"{n:,}" for n in np.asarray(lengths).tolist()])
     return ax
+
+
+def curves(
+    ax: Any,
+    x: ArrayLike,
+    values: Values,
+    xlabel: str,
+    *,
+    scales: tuple[str, str] = ("linear", "linear"),
+    floor: float = -math.inf,
+) -> Any:
+    """Draw curves over one axis, named in the panel if they are several.
+
+    Args:
+        ax: Axes to draw on.
+        x: Where they are known `[n]`.
+        values: Name to values `[n]`; what is not finite is not drawn.
+        xlabel: What `x` is.
+        scales: Scales of the two axes.
+        floor: Where the vertical axis ends if values lie below.
+
+    Returns:
+        `ax`.
+    """
+    finite = []
+    for row, (name, y) in enumerate(values.items()):
+        y = np.asarray(y, dtype=float)
+        colour, _, dash = _mark(row)
+        known = np.where(np.isfinite(y), y, np.nan)
+        ax.plot(x, known, color=colour, linestyle=dash, label=name)
+        finite.append(y[np.isfinite(y)])
+    if len(values) > 1:
+        ax.legend(loc="best")
+    ax.set_yscale(scales[1])
+    extent = np.concatenate(finite)
+    shown = extent[extent >= floor]
+    if scales[1] == "linear" and len(shown):
+        low, high = shown.min(), shown.max()
+        margin = 0.05 * (high - low) if high - low > 1e-9 * max(abs(high), 1) else 1.0
+        ax.set_ylim(low - margin if len(shown) == len(extent) else floor, high + margin)
+    return _labels(ax, xlabel, "", scales[0])
+
+
+def tile(ax: Any, values: ArrayLike) -> Any:
+    """Draw a number for each query and key, grey where the key is not seen.
+
+    Args:
+        ax: Axes to draw on.
+        values: The numbers `[queries, keys]`, NaN or -inf where the key is not seen.
+
+    Returns:
+        `ax`.
+    """
+    shown = np.asarray(values, dtype=float)
+    image = ax.imshow(np.where(np.isfinite(shown), shown, np.nan), cmap="cividis")
+    ax.set_facecolor("#E3E3E3")
+    ax.grid(False)
+    ax.set_xticks([0, shown.shape[1] - 1])
+    ax.set_yticks([0, shown.shape[0] - 1])
+    ax.figure.colorbar(image, ax=ax, pad=0.02, shrink=0.8)
+    return _labels(ax, "key", "query")
 
 
 def last_share(ax: Any, lengths: ArrayLike, measured: Values, theory: Values | None = None) -> Any:
