@@ -193,7 +193,7 @@ def _blocks_by_evaluation(
     q_block, kv_block = block_size
     kv_idx = torch.arange(kv_len, device=device)
     in_block = kv_idx // kv_block
-    width = torch.bincount(in_block)
+    width = (kv_len - torch.arange(0, kv_len, kv_block, device=device)).clamp(max=kv_block)
     rows = []
     for start in range(0, q_len, q_block):
         q_idx = torch.arange(start, min(start + q_block, q_len), device=device)

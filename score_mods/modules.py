@@ -74,8 +74,8 @@ class Learnable(nn.Module):
             for name, p in self._parameters.items()
             if p is not None
         }
-        # The factory makes tensors of numbers, which must be on the parameters' device. This is the
-        # context manager `with device:` in the form that torch.compile takes.
+        # The factory makes tensors of numbers, which must be on the parameters' device. This is
+        # `with device:` in the form that torch.compile takes.
         with DeviceContext(next(iter(learned.values())).device):
             return self.factory(**self.arguments, **learned)
 

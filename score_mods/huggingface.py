@@ -1,0 +1,333 @@
+"""Score_mods and position schemes in models of Hugging Face's transformers.
+
+`register` gives transformers an attention function and a mask function of one name, by its own
+`AttentionInterface` and `AttentionMaskInterface`, so no model code is touched. The mask function
+is where transformers says which positions a cache holds; it keeps them on the BlockMask that it
+returns, and the attention function of every layer reads them there. The score_mod and the mask
+thus see positions, not slots: of decoded tokens, behind left padding, in static and sliding caches
+and in packed documents alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from score_mods._captured import Mod, is_mask_mod, to_device
+from score_mods.attention import attention
+from score_mods.combine import compose, with_offset, with_positions
+from score_mods.masks import and_masks, causal, create_block_mask
+from score_mods.rotary import Rotary
+from score_mods.sinks import attention_sink
+from score_mods.softcap import softcap as softcap_mod
+from score_mods.two_branch import TwoBranch
+
+Late: TypeAlias = TwoBranch | Callable[[int], Rotary]
+
+_registered: set[str] = set()
+_guards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Positions of a layer's queries and keys.
+
+    Attributes:
+        q_offset: position of the first query, an int or a 0-d tensor.
+        kv_offset: position of the first key.
+        q_table, kv_table: positions of queries and keys, `(B, T)`, where there is padding.
+        plain: whether the mask is nothing but causal.
+    """
+
+    q_offset: int | Tensor
+    kv_offset: int
+    q_table: Tensor | None
+    kv_table: Tensor | None
+    plain: bool
+
+
+def register(
+    name: str,
+    score_mod: Mod | Callable[[int], Mod | None] | None,
+    *,
+    impl: str = "flex",
+    backend: str = "auto",
+) -> None:
+    """Makes `attn_implementation=name` attention with a score_mod, in any causal model.
+
+    The model's own mask, scale, grouped heads, softcap (before the score_mod) and sinks are kept.
+    Positions are those of the tokens: of padding nothing is counted, and packed documents start
+    again at 0 where the model hands on `position_ids`.
+
+    Args:
+        name: for `from_pretrained(..., attn_implementation=name)` and
+            `model.set_attn_implementation(name)`.
+        score_mod: a score_mod for all layers; None for plain attention; or a function from a
+            layer's index to either, for models with local and global layers.
+        impl: "flex" or "dense", as in `attention`; "dense" to train on a CPU, and there for models
+            with sinks.
+        backend: of FlexAttention, as in `attention`.
+
+    Raises:
+        TypeError: if `name` is no string, or `score_mod` none of the three.
+        ValueError: if `name` is one of transformers' own, or `impl` unknown.
+        ImportError: if transformers is missing.
+
+    The model raises a ValueError that says so in one line if its attention is not causal, has
+    dropout or a position bias, or if it is called with a mask of four axes. Call it once before
+    you compile it.
+    """
+    transformers = _transformers()
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    if name not in _registered and name in transformers.AttentionInterface():
+        raise ValueError(f"name must not be one of transformers' own, got {name!r}")
+    if impl not in ("flex", "dense"):
+        raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+    code = getattr(score_mod, "__code__", None)
+    by_layer = code is not None and code.co_argcount == 1
+    if not by_layer:
+        _checked(score_mod)
+    # What is captured is moved once for each device, which a compiled model could not do.
+    mods: dict[tuple[int | None, float | None, torch.device], Mod | None] = {}
+
+    def mod_of(layer: int | None, cap: float | None, device: torch.device) -> Mod | None:
+        if (layer, cap, device) in mods:
+            return mods[layer, cap, device]
+        mod: Any = _checked(score_mod(layer)) if by_layer else score_mod  # type: ignore[arg-type, misc]
+        if cap is not None:
+            mod = softcap_mod(cap) if mod is None else compose(softcap_mod(cap), mod)
+        if mod is not None and not torch.compiler.is_compiling():
+            mod = mods[layer, cap, device] = to_device(mod, device)
+        elif mod is not None and device.type != "cpu":
+            raise ValueError(f"call the model once on {device} before you compile it")
+        return mod
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if dropout:
+            raise ValueError(
+                f"attention dropout must be 0, got {dropout}: call model.eval(), or set it to 0 "
+                "in the model's config"
+            )
+        if position_bias is not None:
+            raise ValueError(f"attn_implementation {name!r} takes no position bias of the model")
+        at = _positions(attention_mask, query, key, position_ids)
+        mod = mod_of(module.layer_idx if by_layer else None, softcap, query.device)  # type: ignore[arg-type]
+        if mod is not None:
+            if at.q_table is not None:
+                mod = with_positions(mod, at.q_table, at.kv_table)
+            elif not at.plain:
+                mod = with_offset(mod, at.q_offset, at.kv_offset)
+        options: dict[str, Any] = {
+            "scale": scaling,
+            "enable_gqa": True,
+            "return_lse": s_aux is not None,
+            "impl": impl,
+        }
+        late = getattr(module, "late_rotary", None)
+        if isinstance(late, TwoBranch):
+            q_at, kv_at = _tables(at, query, key)
+            options |= {"q_positions": q_at, "kv_positions": kv_at}
+            out: Any = late(query, key, value, mod, attention_mask.mask_mod, **options)
+        else:
+            if late is not None:
+                q_at, kv_at = _tables(at, query, key)
+                rotary = late(int(at.q_offset) + query.shape[2])
+                query, key = rotary(query, q_at), rotary(key, kv_at)
+            mask = causal if at.plain else attention_mask
+            out = attention(query, key, value, mod, mask, backend=backend, **options)
+        if s_aux is not None:
+            out, _ = attention_sink(s_aux)(*out)
+        return out.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, _mask)
+    _registered.add(name)
+
+
+def _checked(score_mod: Any) -> Mod | None:
+    if score_mod is not None and is_mask_mod(score_mod, "score_mod"):
+        raise TypeError(
+            "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), None or a function of "
+            "the layer's index, got a mask_mod"
+        )
+    return score_mod
+
+
+def _mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Mod,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> BlockMask:
+    """The mask function that transformers calls, once for each kind of layer."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if mask_function is bidirectional_mask_function:
+        raise ValueError("model has no causal attention: one of its layers attends both ways")
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts on in place before attention comes
+    is_causal = mask_function is causal_mask_function
+    mask_mod = causal if is_causal else mask_function
+    q_table = kv_table = None
+    if attention_mask is not None and (
+        torch.compiler.is_compiling() or not bool(attention_mask.all())
+    ):
+        missing = kv_length + kv_offset - attention_mask.shape[1]
+        real = nn.functional.pad(attention_mask, (0, max(missing, 0)))
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        q_table = positions[:, torch.arange(q_length, device=device) + q_offset]
+        kv_table = positions[:, torch.arange(kv_length, device=device) + kv_offset]
+        mask_mod = and_masks(mask_mod, _real(real))
+    starts_at_zero = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
+    if not starts_at_zero:
+        mask_mod = with_offset(mask_mod, q_offset, kv_offset)
+    rows = None if is_causal and q_table is None else batch_size
+    block_mask = create_block_mask(mask_mod, rows, None, q_length, kv_length, device)
+    plain = mask_mod is causal
+    block_mask.positions = _Positions(q_offset, kv_offset, q_table, kv_table, plain)  # type: ignore[attr-defined]
+    return block_mask
+
+
+def _real(real: Tensor) -> Mod:
+    def real_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return real[b, kv_idx]
+
+    return real_mask
+
+
+def _positions(
+    attention_mask: Any, query: Tensor, key: Tensor, position_ids: Tensor | None
+) -> _Positions:
+    """The positions that `_mask` left on its mask, or those of packed documents."""
+    at = getattr(attention_mask, "positions", None)
+    if at is None:
+        if isinstance(attention_mask, Tensor):
+            raise ValueError(
+                f"attention_mask must have shape (B, T), got {tuple(attention_mask.shape)}"
+            )
+        raise ValueError("model has an attention layer without a causal mask")
+    starts_at_zero = isinstance(at.q_offset, int) and at.q_offset == 0
+    same = query.shape[2] == key.shape[2]
+    if at.plain or at.q_table is not None or not (starts_at_zero and same):
+        return at
+    # Transformers looks for packed documents in position_ids, and its mask is then not plain.
+    if position_ids is None or position_ids.ndim != 2:
+        return at
+    table = position_ids.expand(query.shape[0], -1)
+    return _Positions(at.q_offset, at.kv_offset, table, table, False)
+
+
+def _tables(at: _Positions, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    if at.q_table is not None and at.kv_table is not None:
+        return at.q_table, at.kv_table
+    q_idx = torch.arange(query.shape[2], device=query.device)
+    kv_idx = torch.arange(key.shape[2], device=query.device)
+    return q_idx + at.q_offset, kv_idx + at.kv_offset
+
+
+def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
+    """Swaps the position scheme of a loaded model, in place.
+
+    A `Rotary` (p-RoPE, NTK, YaRN) replaces the frequencies and the factor on cos and sin; the
+    model pairs channels as before. Schemes that need keys unrotated in the cache make the model's
+    own rotary embedding the identity, and the attention function of `register` rotates: a
+    `TwoBranch` (Self-Extend, ReRoPE), or a function from the length of the context to a `Rotary`
+    (dynamic NTK). The change is not saved with the model, and the last one holds.
+
+    Args:
+        model: a transformers model whose rotary embedding has one set of frequencies; of a
+            multimodal model its language model.
+        rotary: the scheme, for as many channels as the model rotates.
+
+    Raises:
+        TypeError: if `rotary` is none of the three.
+        ValueError: if the model has no such rotary embedding, or one of another size.
+
+    A model whose keys are unrotated raises a ValueError if it runs under an `attn_implementation`
+    that is none of `register`.
+
+    >>> from score_mods import dynamic_ntk_rope
+    >>> def scheme(length):
+    ...     return dynamic_ntk_rope(64, length, 8192)
+    """
+    late = None
+    if not isinstance(rotary, Rotary):
+        late, rotary = rotary, rotary.rotary if isinstance(rotary, TwoBranch) else _example(rotary)
+    embeddings = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    if not embeddings:
+        raise ValueError(f"model has no rotary embedding with inv_freq: {type(model).__name__}")
+    for embedding in embeddings:
+        if embedding.inv_freq.shape != rotary.frequencies.shape:
+            raise ValueError(
+                f"rotary must be for {2 * embedding.inv_freq.numel()} channels, "
+                f"got {2 * rotary.frequencies.numel()}"
+            )
+    frequencies = rotary.frequencies if late is None else torch.zeros_like(rotary.frequencies)
+    for embedding in embeddings:
+        embedding.rope_type = "default"  # frequencies that do not change by themselves
+        embedding.inv_freq = frequencies.to(embedding.inv_freq.device, torch.float32)
+        embedding.attention_scaling = rotary.attention_factor if late is None else 1.0
+        if embedding in _guards:
+            _guards.pop(embedding).remove()
+        if late is not None:
+            _guards[embedding] = embedding.register_forward_pre_hook(_guard(model))
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.late_rotary = late
+
+
+def _example(rotary: Any) -> Rotary:
+    made = rotary(1) if callable(rotary) else None
+    if not isinstance(made, Rotary):
+        raise TypeError(
+            "rotary must be a Rotary, a TwoBranch or a function from a length to a Rotary, "
+            f"got {type(rotary).__name__}"
+        )
+    return made
+
+
+def _guard(model: Any) -> Callable[..., None]:
+    def must_rotate(module: nn.Module, args: Any) -> None:
+        name = model.config._attn_implementation
+        if name not in _registered:
+            raise ValueError(
+                f"attn_implementation must be one of register, which rotates keys, got {name!r}"
+            )
+
+    return must_rotate
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "register needs transformers: pip install 'scale-invariant-attention[hf]'"
+        ) from error
+    return transformers
