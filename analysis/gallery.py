@@ -17,7 +17,7 @@ from analysis.conditions import ScoreMod, expected
 from analysis.gallery_cards import LENGTH, TILE, Card, card
 from analysis.invariance import judge_all
 from analysis.measure import measure_gaussian
-from analysis.report import _folder, markdown_table
+from analysis.report import markdown_table, whole_folder
 from analysis.verdict import SLOPE, Verdict
 from score_mods import catalogue
 
@@ -66,7 +66,7 @@ def gallery(out: str, only: tuple[str, ...] = ()) -> str:
         if c.law is not None
     }
     table = _table(cards, judged)
-    with _folder(Path(out)) as folder:
+    with whole_folder(Path(out)) as folder:
         for c in cards:
             _draw(folder / f"{c.mechanism.name}.png", c, judged)
         (folder / "gallery.md").write_text(_page(cards, table), encoding="utf-8")

@@ -124,7 +124,7 @@ def report(settings: Settings) -> str:
         raise ImportError(
             f"a report needs {needed}: pip install 'scale-invariant-attention[plot]'"
         )
-    with _folder(Path(settings.out)) as folder:
+    with whole_folder(Path(settings.out)) as folder:
         if settings.gaussian:
             from analysis.report_gaussian import survey_gaussian
 
@@ -232,7 +232,7 @@ def _checked(settings: Settings) -> Settings:
 
 
 @contextmanager
-def _folder(out: Path) -> Iterator[Path]:
+def whole_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files move into `out` at the end, if no error came."""
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"out: {out} is not a folder")
