@@ -39,22 +39,23 @@ def query_block(t0, step, steps, kv_head, T, BN: tl.constexpr, GROUP: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_bwd_dq_kernel(
-    p_q, p_k, p_v, p_g, p_state, p_dout, p_rden, p_delta, p_dq, p_row, p_chunks, T, C, NC, H,
+    p_q, p_k, p_v, p_g, p_state, p_dout, p_rden, p_delta, p_dq, p_chunks, T, C, NC, H,
     scale: tl.constexpr, GROUP: tl.constexpr, DEG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, BI: tl.constexpr,
     STATE: tl.constexpr, INITIAL: tl.constexpr, GATED: tl.constexpr, UNIT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq_t = scale sum_s dx_ts k_s for BM queries, and sum_s x_ts dx_ts / DEG.
+    """dq_t = scale sum_s dx_ts k_s for BM queries; the state gives sum_i q_ti S_i dout_t.
 
-    The state gives sum_i q_ti S_i dout_t, i over all channels.
+    Weights being normalised, sum_s x_ts dx_ts is zero but for the rounding of out_t in delta_t,
+    which is taken out of that here: in the gates' gradients it would add up.
     """
     NB: tl.constexpr = K // 16
     NT: tl.constexpr = NB * (NB + 1) // 2
     SIZE: tl.constexpr = 256 * NT * V + K * K
     blocks = tl.cdiv(C, BM)
     n, h = tl.program_id(0) // blocks, tl.program_id(1)
-    b, start, end, past, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, past, _, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     t0 = start + tl.program_id(0) % blocks * BM
     if t0 >= end:
         return
@@ -83,7 +84,7 @@ def attention_bwd_dq_kernel(
 
     if STATE:  # noqa: SIM102
         if past | INITIAL:
-            p_state += (n * (H // GROUP) + hk).to(tl.int64) * SIZE
+            p_state += (slot * (H // GROUP) + hk).to(tl.int64) * SIZE
             o_iv = tl.arange(0, BI * V)
             p_qi = p_q + t[:, None] * K + tl.arange(0, BI)[None, :]
             for i0 in range(0, K, BI):
@@ -130,7 +131,7 @@ def attention_bwd_dq_kernel(
 
     b_rden *= UNIT
     if GATED:
-        tl.store(p_row + row + t, b_row * b_rden, mask=m)
+        tl.store(p_delta + row + t, b_delta + b_row * b_rden, mask=m)
     acc *= (DEG * scale * b_rden)[:, None]
     tl.store(
         p_dq + row * K + t[:, None] * K + o_k[None, :],
@@ -145,15 +146,15 @@ def attention_bwd_dk_kernel(
     scale: tl.constexpr, GROUP: tl.constexpr, DEG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, BI: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, GATED: tl.constexpr, UNIT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk_s = scale sum_t dx_ts q_t for BM keys, and sum_t x_ts dx_ts / DEG; H counts key heads."""
+    """dk_s = scale sum_t dx_ts q_t and col_s = sum_t x_ts dx_ts / DEG; H counts key heads."""
     NB: tl.constexpr = K // 16
     NT: tl.constexpr = NB * (NB + 1) // 2
     SIZE: tl.constexpr = 256 * NT * V + K * K
     blocks = tl.cdiv(C, BM)
     n, h = tl.program_id(0) // blocks, tl.program_id(1)
-    b, start, end, _, future = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, _, future, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     s0 = start + tl.program_id(0) % blocks * BM
     if s0 >= end:
         return
@@ -175,7 +176,7 @@ def attention_bwd_dk_kernel(
 
     if STATE:  # noqa: SIM102
         if future | FINAL:
-            p_dstate += (n * H + h).to(tl.int64) * SIZE
+            p_dstate += ((slot + 1) * H + h).to(tl.int64) * SIZE
             o_iv = tl.arange(0, BI * V)
             p_ki = p_k + tl.arange(0, BI)[None, :]
             for i0 in range(0, K, BI):
@@ -255,7 +256,7 @@ def attention_bwd_dv_kernel(
     scale: tl.constexpr, GROUP: tl.constexpr, DEG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, GATED: tl.constexpr, UNIT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv_s for BM keys; the mirror image of the forward kernel. H counts key heads."""
     NB: tl.constexpr = K // 16
@@ -263,7 +264,7 @@ def attention_bwd_dv_kernel(
     SIZE: tl.constexpr = 256 * NT * V + K * K
     blocks = tl.cdiv(C, BM)
     n, h = tl.program_id(0) // blocks, tl.program_id(1)
-    b, start, end, _, future = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, _, future, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     s0 = start + tl.program_id(0) % blocks * BM
     if s0 >= end:
         return
@@ -286,7 +287,7 @@ def attention_bwd_dv_kernel(
             o_i = tl.arange(0, 16)
             p_tile = (
                 p_dstate
-                + (n * H + h).to(tl.int64) * SIZE
+                + ((slot + 1) * H + h).to(tl.int64) * SIZE
                 + tl.arange(0, 256)[:, None] * V
                 + o_v[None, :]
             )

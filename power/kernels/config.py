@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from power.kernels.layout import count_chunks, kernel_state_size
+from power.kernels.layout import count_slots, kernel_state_size
 
 # Tiles, warps and pipeline stages by dtype and max(K, V). 128 registers a thread let two programs
 # of eight warps share a multiprocessor: one computes while the other waits.
@@ -15,7 +15,7 @@ _SMALL: dict[str, dict[str, int]] = {
     "update": {"BT": 128, "num_warps": 8, "num_stages": 3},
     "out": {"BM": 128, "BN": 64, "STAGES": 3, **_PAIR},
     "dq": {"BM": 128, "BN": 64, "BI": 4, "STAGES": 3, **_PAIR},
-    "dk": {"BM": 128, "BN": 32, "BI": 4, "STAGES": 5, **_PAIR},
+    "dk": {"BM": 128, "BN": 32, "BI": 4, "STAGES": 4, **_PAIR},
     "dv": {"BM": 128, "BN": 64, "STAGES": 3, **_PAIR},
 }
 _LARGE: dict[str, dict[str, int]] = {
@@ -34,7 +34,7 @@ _FP32: dict[str, dict[str, int]] = {
 }
 
 # Up to here the attention form is quicker, by head size; beyond, chunks of this many tokens are.
-_ATTENTION_UP_TO = {16: 2048, 32: 2048, 64: 4096, 128: 16_384}
+_ATTENTION_UP_TO = {16: 1280, 32: 1280, 64: 4096, 128: 12_288}
 _CHUNK = {16: 512, 32: 512, 64: 1024, 128: 2048}
 HEAD_SIZES = tuple(_CHUNK)
 
@@ -124,7 +124,7 @@ def saved_shapes(
     if log_g is not None:
         saved.append((tuple(k.shape[:3]), torch.float32))
     if stateful(T, chunk_size, with_initial):
-        sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        count = count_chunks(B, T, chunk_size, sequences)
-        saved.append(((count, k.shape[1], kernel_state_size(K, v.shape[-1])), q.dtype))
+        packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        slots = count_slots(B, T, chunk_size, packed, with_initial or return_state)
+        saved.append(((slots, k.shape[1], kernel_state_size(K, v.shape[-1])), q.dtype))
     return saved

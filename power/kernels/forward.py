@@ -23,7 +23,7 @@ def attention_fwd_kernel(
     scale: tl.constexpr, GROUP: tl.constexpr, DEG: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     STATE: tl.constexpr, INITIAL: tl.constexpr, GATED: tl.constexpr, UNIT: tl.constexpr,
-    VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    FULL: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out_t = sum_s w_ts v_s / sum_s w_ts, w_ts = (scale q_t . k_s)^DEG 2^(g_t - g_s), BM queries.
 
@@ -35,7 +35,7 @@ def attention_fwd_kernel(
     SIZE: tl.constexpr = 256 * NT * V + K * K
     blocks = tl.cdiv(C, BM)
     n, h = tl.program_id(0) // blocks, tl.program_id(1)
-    b, start, end, past, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, past, _, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     t0 = start + tl.program_id(0) % blocks * BM
     if t0 >= end:
         return
@@ -61,7 +61,7 @@ def attention_fwd_kernel(
 
     if STATE:  # noqa: SIM102
         if past | INITIAL:
-            p_state += (n * (H // GROUP) + hk).to(tl.int64) * SIZE
+            p_state += (slot * (H // GROUP) + hk).to(tl.int64) * SIZE
             o_i = tl.arange(0, 16)
             o_row = tl.arange(0, 256)
             p_qt = p_q + t[:, None] * K + o_i[None, :]

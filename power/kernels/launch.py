@@ -19,6 +19,7 @@ from power.kernels.layout import (
     Layout,
     antisymmetric,
     chunk_layout,
+    count_slots,
     from_kernel,
     kernel_state_size,
     row_tables,
@@ -56,6 +57,7 @@ class _Call:
     folded: tuple[int, ...]
     flags: dict[str, bool]
     sizes: dict[str, Any]
+    slots: int
 
     @classmethod
     def of(
@@ -69,11 +71,14 @@ class _Call:
         deg: int,
         scale: float,
         chunk_size: int | None,
+        final: bool,
     ) -> "_Call":
         H, T, K = q.shape[1:]
         HK, V = k.shape[1], v.shape[3]
-        lay = chunk_layout(q, cu_seqlens, chunk_size)
+        full = s0 is not None or final
+        lay = chunk_layout(q, cu_seqlens, chunk_size, full)
         flags = {"GATED": log_g is not None, "VARLEN": lay.table is not None}
+        packed = None if cu_seqlens is None else lay.sequences
         unit, scale = state_unit(q.dtype), score_scale(scale, deg, q.dtype)
         sizes = {"GROUP": H // HK, "DEG": deg, "K": K, "V": V, "scale": scale, "UNIT": unit}
         return cls(
@@ -89,7 +94,8 @@ class _Call:
             cut=(T, lay.chunk, lay.per_row),
             folded=(T, lay.chunk, lay.padded, lay.per_row),
             flags=flags,
-            sizes={**sizes, "PRECISION": precision(q.dtype), **flags},
+            sizes={**sizes, "PRECISION": precision(q.dtype), "FULL": full, **flags},
+            slots=count_slots(q.shape[0], T, chunk_size, packed, full),
         )
 
     def rows(self, kernel: str, q: Tensor) -> tuple[int, dict[str, int]]:
@@ -104,13 +110,14 @@ class _Call:
         K, V = self.sizes["K"], self.sizes["V"]
         BV, blocks = min(V, 64), K // 16
         group = 1 if delta is None else self.sizes["GROUP"]
-        state = x.new_empty(self.lay.total, self.kv_heads, self.size)
+        state = x.new_empty(self.slots, self.kv_heads, self.size)
         grid = (V // BV * blocks * (blocks + 1) // 2 + 1, self.lay.total, self.kv_heads)
         update_kernel[grid](
             x, xt, xft, y, delta, state, self.lay.table, *self.folded, self.kv_heads,
             GROUP=group, K=K, V=V, BV=BV, UNIT=self.unit if delta is None else 1.0,
-            BACKWARD=delta is not None, ALL=every, VARLEN=self.flags["VARLEN"],
-            PRECISION=self.sizes["PRECISION"], **kernel_config("update", K, V, x.dtype),
+            BACKWARD=delta is not None, ALL=every, FULL=self.sizes["FULL"],
+            VARLEN=self.flags["VARLEN"], PRECISION=self.sizes["PRECISION"],
+            **kernel_config("update", K, V, x.dtype),
         )  # fmt: skip
         return state
 
@@ -130,7 +137,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
     """Return the output, the last state where asked for, and what ``backward`` needs."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    c = _Call.of(q, k, v, log_g, s0, cu_seqlens, deg, scale, chunk_size)
+    c = _Call.of(q, k, v, log_g, s0, cu_seqlens, deg, scale, chunk_size, return_state)
     lay, HK, K, V = c.lay, c.kv_heads, q.shape[-1], v.shape[-1]
     out, rden = q.new_empty(*q.shape[:3], V), q.new_empty(q.shape[:3], dtype=torch.float32)
     g = state = start = last = None
@@ -197,15 +204,15 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, log_g, s0 and z0; None for those that do not exist."""
     q, k, v, dout, out = (x.contiguous() for x in (q, k, v, dout, out))
-    c = _Call.of(q, k, v, log_g, s0, cu_seqlens, deg, scale, chunk_size)
+    final = ds_T is not None
+    c = _Call.of(q, k, v, log_g, s0, cu_seqlens, deg, scale, chunk_size, final)
     lay, H, HK, K, V = c.lay, c.heads, c.kv_heads, q.shape[-1], v.shape[-1]
     rden, *rest = saved
     g = rest.pop(0) if c.gated else None
     state = rest.pop(0) if c.stateful else None
     delta, w = torch.empty_like(rden), torch.empty_like(rden)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    row = col = dlog_g = ds0 = dstate = flow = end = qt = qft = None
-    final = ds_T is not None
+    col = dlog_g = ds0 = dstate = flow = end = qt = qft = None
     parts = triton.cdiv(c.size, _SCAN)
     # Kernels leave scale^deg out of the gradients of states.
     unit = 1 / (c.unit * c.scale**deg)
@@ -217,13 +224,18 @@ def backward(
             q, out, dout, rden, g, delta, w, qt, qft, lay.table, *c.folded, H,
             GROUP=H // HK, K=K, V=V, BT=64, STATE=c.stateful, ALL=c.initial, **c.flags,
         )  # fmt: skip
+        blocks, config = c.rows("dq", q)
+        attention_bwd_dq_kernel[(blocks, H)](
+            q, k, v, g, state, dout, rden, delta, dq, lay.table, *c.cut, H,
+            STATE=c.stateful, INITIAL=c.initial, **c.sizes, **config,
+        )  # fmt: skip
         if qt is not None and qft is not None:
             dstate = c.sum_chunks(q, qt, qft, dout, delta, c.initial)
             if c.gated:
                 flow = q.new_empty(lay.total, HK, parts, dtype=torch.float32)
             del qt, qft
         elif final:
-            dstate = q.new_empty(lay.total, HK, c.size)
+            dstate = q.new_empty(c.slots, HK, c.size)
         if dstate is not None:
             if ds_T is not None and dz_T is not None:
                 end = to_kernel(ds_T, dz_T, K, unit)
@@ -235,13 +247,7 @@ def backward(
                 dstate, state, g, weight, end, ds0, flow, lay.table, lay.first, *c.cut, HK, c.size,
                 BLOCK=_SCAN, INITIAL=c.initial, FINAL=final, **c.flags,
             )  # fmt: skip
-        if g is not None:
-            row, col = torch.empty_like(rden), torch.empty_like(g)
-        blocks, config = c.rows("dq", q)
-        attention_bwd_dq_kernel[(blocks, H)](
-            q, k, v, g, state, dout, rden, delta, dq, row, lay.table, *c.cut, H,
-            STATE=c.stateful, INITIAL=c.initial, **c.sizes, **config,
-        )  # fmt: skip
+        col = None if g is None else torch.empty_like(g)
         blocks, config = c.rows("dk", q)
         attention_bwd_dk_kernel[(blocks, HK)](
             q, k, v, g, dstate, dout, w, delta, dk, col, lay.table, *c.cut, HK,
@@ -256,9 +262,9 @@ def backward(
         if g is not None:
             dlog_g = torch.empty_like(g)
             gate_bwd_kernel[(lay.total, HK)](
-                row, col, flow, dlog_g, lay.table, *c.cut, HK,
-                GROUP=H // HK, PARTS=0 if flow is None else parts,
-                BP=triton.next_power_of_2(parts), BT=1024, VARLEN=c.flags["VARLEN"],
+                col, flow, dlog_g, lay.table, *c.cut, HK,
+                PARTS=0 if flow is None else parts, BP=triton.next_power_of_2(parts), BT=1024,
+                INITIAL=c.initial, VARLEN=c.flags["VARLEN"],
             )  # fmt: skip
     if ds0 is None:
         return dq, dk, dv, dlog_g, None, None

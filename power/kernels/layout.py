@@ -19,8 +19,8 @@ class Layout(NamedTuple):
         total: Chunks in all; of packed sequences, an upper bound.
         per_row: Chunks of one batch row.
         sequences: Sequences, each of which has a state.
-        table: ``[count, 4]`` int32, a row a chunk: start, end, whether tokens of its sequence lie
-            before it, and after it. None where nothing is packed.
+        table: ``[total, 5]`` int32, a row a chunk: start, end, whether tokens of its sequence lie
+            before it, and after it, and its slot. None where nothing is packed.
         first: ``[sequences + 1]`` int32: the first chunk of each packed sequence, or None.
     """
 
@@ -39,8 +39,21 @@ def count_chunks(B: int, T: int, chunk_size: int | None, sequences: int | None) 
     return B * ((T + chunk - 1) // chunk) if sequences is None else T // chunk + sequences
 
 
-def chunk_layout(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None) -> Layout:
-    """Cut ``q [B, H, T, K]`` into chunks, without a synchronisation; None makes a single one."""
+def count_slots(B: int, T: int, chunk_size: int | None, sequences: int | None, full: bool) -> int:
+    """Return the chunk states to keep: those between chunks, with ``full`` also both ends."""
+    count = count_chunks(B, T, chunk_size, sequences)
+    ends = B if sequences is None else sequences
+    return count + ends if full else count - ends
+
+
+def chunk_layout(
+    q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, full: bool
+) -> Layout:
+    """Cut ``q [B, H, T, K]`` into chunks, without a synchronisation; None makes a single one.
+
+    A chunk's slot is where the state before it is kept; the state after it follows. With ``full``
+    those before and after a whole sequence are kept too.
+    """
     B, T = q.shape[0], q.shape[2]
     chunk = T if chunk_size is None else min(chunk_size, T)
     padded = -(-chunk // 128) * 128
@@ -57,7 +70,10 @@ def chunk_layout(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None) -
     # Chunks beyond the last are empty.
     start = torch.minimum(bounds[seq] + (n - first[seq]) * chunk, stop)
     end = torch.minimum(start + chunk, stop)
-    table = torch.stack([start, end, n > first[seq], end < stop], 1).to(torch.int32)
+    begun = (bounds.diff() > 0).cumsum(0)  # sequences of one token and more, each included
+    slot = n + seq if full else n - begun[seq]
+    past = (n > first[seq]) & (start < end)
+    table = torch.stack([start, end, past, end < stop, slot], 1).to(torch.int32)
     return Layout(chunk, padded, count, count, sequences, table, first.to(torch.int32))
 
 
@@ -84,31 +100,32 @@ class StateMaps(NamedTuple):
         row: The public row of each kernel row.
         weight: Its weight, 1 or sqrt(2).
         mirror: The kernel row of the same channels in the other order, where that is in its tile.
-        z_row: The public row of each channel pair, ``[K, K]``.
-        z_weight: Its weight.
+        pair: The entry of the flat ``[K, K]`` matrix that each public row of z is read from.
+        pair_weight: The weight of the public row.
+        z_row: The public row of each entry of the matrix.
     """
 
     row: Tensor
     weight: Tensor
     mirror: Tensor
+    pair: Tensor
+    pair_weight: Tensor
     z_row: Tensor
-    z_weight: Tensor
 
 
 @lru_cache(maxsize=32)
 def state_maps(K: int, device: torch.device) -> StateMaps:
     """Return the maps between the public and the kernels' state."""
     (i, j), weight = (torch.from_numpy(x) for x in monomials(K, 2))
-    z_row = torch.zeros(K, K, dtype=torch.int64)
-    z_row[j, i] = torch.arange(len(i))
-    z_row[i, j] = torch.arange(len(i))
-    a = i // 16 * (K // 16) + j // 16  # the tile, numbered by block pairs
-    order = ((a * 16 + i % 16) * 16 + j % 16).argsort()
-    i, j = i[order], j[order]
-    same = (i // 16 == j // 16).view(-1, 16, 16)
-    mirror = torch.arange(len(i)).view(-1, 16, 16)
-    mirror = torch.where(same, mirror.mT, mirror).flatten()
-    maps = (order, weight[order].float(), mirror, z_row, weight[z_row].float())
+    pair, rows = i * K + j, torch.arange(len(i))
+    z_row = torch.zeros(K * K, dtype=torch.int64)
+    z_row[j * K + i] = rows
+    z_row[pair] = rows
+    a, b = i // 16, j // 16
+    order = (((a * K + b) * 16 + i % 16) * 16 + j % 16).argsort()
+    same = (a == b)[order].view(-1, 16, 16)
+    mirror = torch.where(same, rows.view(-1, 16, 16).mT, rows.view(-1, 16, 16)).flatten()
+    maps = (order, weight[order].float(), mirror, pair, weight.float(), z_row)
     return StateMaps(*(x.to(device) for x in maps))
 
 
@@ -120,7 +137,7 @@ def to_kernel(s: Tensor, z: Tensor, K: int, unit: float) -> Tensor:
     maps = state_maps(K, s.device)
     s = s[..., maps.row, :].float() / maps.weight[:, None]
     s = (s + s[..., maps.mirror, :]) / 2
-    z = z[..., maps.z_row].float() / maps.z_weight
+    z = (z.float() / maps.pair_weight)[..., maps.z_row].unflatten(-1, (K, K))
     z = (z + z.mT) / 2
     return torch.cat([s.flatten(-2), z.flatten(-2)], -1).mul_(unit)
 
@@ -129,11 +146,9 @@ def from_kernel(state: Tensor, K: int, V: int, unit: float) -> tuple[Tensor, Ten
     """Undo ``to_kernel``."""
     maps = state_maps(K, state.device)
     tiles = state[..., : -K * K].unflatten(-1, (-1, V)) * (maps.weight[:, None] / unit)
-    pairs = state[..., -K * K :].unflatten(-1, (K, K)) * (maps.z_weight / unit)
-    s, z = torch.empty_like(tiles), torch.empty_like(tiles[..., 0])
+    s = torch.empty_like(tiles)
     s[..., maps.row, :] = tiles
-    z[..., maps.z_row.flatten()] = pairs.flatten(-2)
-    return s, z
+    return s, state[..., -K * K :][..., maps.pair] * (maps.pair_weight / unit)
 
 
 def antisymmetric(s: Tensor, z: Tensor, K: int) -> tuple[Tensor, Tensor]:

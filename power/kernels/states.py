@@ -4,7 +4,12 @@
 import triton
 import triton.language as tl
 
-from power.kernels.tiles import SIZES, chunk_bounds, sequence_chunks, tile_blocks
+from power.kernels.tiles import (
+    SIZES,
+    chunk_bounds,
+    sequence_chunks,
+    tile_blocks,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -16,7 +21,7 @@ def gate_fwd_kernel(
 ):  # fmt: skip
     """Sum log gates from the start of their chunk, for powers of two: g_t = log2(e) sum log_g."""
     n, h = tl.program_id(0), tl.program_id(1)
-    b, start, end, _, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, _, _, _ = chunk_bounds(p_chunks, n, T, C, NC, False, VARLEN)
     base = (b * H + h).to(tl.int64) * T
     total = 0.0
     for t0 in range(start, end, BT):
@@ -28,32 +33,30 @@ def gate_fwd_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def gate_bwd_kernel(
-    p_row, p_col, p_flow, p_dlog_g, p_chunks, T, C, NC, H,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr,
+    p_col, p_flow, p_dlog_g, p_chunks, T, C, NC, H,
+    PARTS: tl.constexpr, BP: tl.constexpr, BT: tl.constexpr, INITIAL: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """dlog_g_t = what flows into the chunk of t + sum_{s < t} (col_s - row_s) over the chunk.
+    """dlog_g_t = what flows into the chunk of t + sum_{s < t} col_s over the chunk.
 
     A gate scales what passes from the tokens before it to the queries from it on: what flows in,
-    plus what keys before it give (col), less what queries before it take (row). Rows sum to zero,
-    as weights are normalised, but only to rounding; taken as they come, they cancel the rounding
-    of every pair that lies on one side of the gate.
+    plus what the keys before it give (col), less what the queries before it take, which is
+    nothing, as their weights are normalised.
     """
     n, h = tl.program_id(0), tl.program_id(1)
-    b, start, end, _, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, past, _, _ = chunk_bounds(p_chunks, n, T, C, NC, False, VARLEN)
     base = (b * H + h).to(tl.int64) * T
     total = 0.0
-    if PARTS > 0:
-        o_p = tl.arange(0, BP)
-        p_flow += (n * H + h).to(tl.int64) * PARTS
-        total += tl.sum(tl.load(p_flow + o_p, mask=o_p < PARTS, other=0.0), 0)
+    if PARTS > 0:  # noqa: SIM102
+        if past | INITIAL:
+            o_p = tl.arange(0, BP)
+            p_flow += (n * H + h).to(tl.int64) * PARTS
+            total += tl.sum(tl.load(p_flow + o_p, mask=o_p < PARTS, other=0.0), 0)
     for t0 in range(start, end, BT):
         t = t0 + tl.arange(0, BT)
-        b_d = tl.load(p_col + base + t, mask=t < end, other=0.0)
-        for r in tl.static_range(GROUP):
-            b_d -= tl.load(p_row + base * GROUP + r * T + t, mask=t < end, other=0.0)
-        tl.store(p_dlog_g + base + t, total + tl.cumsum(b_d, 0) - b_d, mask=t < end)
-        total += tl.sum(b_d, 0)
+        b_col = tl.load(p_col + base + t, mask=t < end, other=0.0)
+        tl.store(p_dlog_g + base + t, total + tl.cumsum(b_col, 0) - b_col, mask=t < end)
+        total += tl.sum(b_col, 0)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -65,7 +68,7 @@ def fold_fwd_kernel(
     """Write a chunk's keys [K, CP], plain and discounted to its end, with zeros behind them."""
     blocks = tl.cdiv(CP, BT)
     n, h = tl.program_id(0) // blocks, tl.program_id(1)
-    b, start, end, _, future = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, _, future, _ = chunk_bounds(p_chunks, n, T, C, NC, False, VARLEN)
     if not ALL:  # noqa: SIM102
         if not future:
             return
@@ -91,7 +94,7 @@ def fold_bwd_kernel(
     """Write delta_t = out_t . dout_t, w_t = log2(rden_t) + g_t, and q_t, plain and times 2^w_t."""
     blocks = tl.cdiv(CP, BT)
     n, h = tl.program_id(0) // blocks, tl.program_id(1)
-    b, start, end, past, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, past, _, _ = chunk_bounds(p_chunks, n, T, C, NC, False, VARLEN)
     o_t = tl.program_id(0) % blocks * BT + tl.arange(0, BT)
     m = start + o_t < end
     o_v = tl.arange(0, V)
@@ -128,7 +131,8 @@ def fold_bwd_kernel(
 def update_kernel(
     p_x, p_xt, p_xft, p_y, p_delta, p_state, p_chunks, T, C, CP, NC, H,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    UNIT: tl.constexpr, BACKWARD: tl.constexpr, ALL: tl.constexpr, VARLEN: tl.constexpr,
+    UNIT: tl.constexpr, BACKWARD: tl.constexpr, ALL: tl.constexpr, FULL: tl.constexpr,
+    VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write sum_t phi(x_t) y_t^T of a chunk, 256 rows a program, and sum_t x_t x_t^T for z.
@@ -140,7 +144,7 @@ def update_kernel(
     NT: tl.constexpr = NB * (NB + 1) // 2
     SIZE: tl.constexpr = 256 * NT * V + K * K
     n, h = tl.program_id(1), tl.program_id(2)
-    b, start, end, past, future = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+    b, start, end, past, future, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     if not ALL:
         if BACKWARD:
             if not past:
@@ -148,7 +152,8 @@ def update_kernel(
         else:
             if not future:
                 return
-    p_state += (n * H + h).to(tl.int64) * SIZE
+    slot += 0 if BACKWARD else 1
+    p_state += (slot * H + h).to(tl.int64) * SIZE
     steps = tl.cdiv(end - start, BT)
     pid = tl.program_id(0)
     first = h * GROUP
@@ -201,29 +206,31 @@ def scan_fwd_kernel(
     BLOCK: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Turn the chunks' sums U into the states before them, in place: S <- 2^g_end S + U."""
+    """Turn the chunks' sums U into the states after them, in place: S <- 2^g_end S + U."""
+    FULL: tl.constexpr = INITIAL or FINAL
     seq, h = tl.program_id(1) // H, tl.program_id(1) % H
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
-    first, last = sequence_chunks(p_first, seq, NC, VARLEN)
-    known = last if FINAL else last - 1  # the last chunk's sum is used by the final state alone
+    first, last, slot = sequence_chunks(p_chunks, p_first, seq, NC, FULL, VARLEN)
+    count = last - first if FINAL else last - first - 1
+    p_state += (slot * H + h).to(tl.int64) * SIZE + o
+    step = (h * 0 + H).to(tl.int64) * SIZE
     acc = tl.zeros([BLOCK], tl.float32)
     if INITIAL:
         acc = tl.load(p_s0 + (seq * H + h).to(tl.int64) * SIZE + o, mask=m, other=0.0)
-    p_state += h.to(tl.int64) * SIZE + o
-    step = (h * 0 + H).to(tl.int64) * SIZE
+        tl.store(p_state, acc.to(p_state.dtype.element_ty), mask=m)
     # Loads run three chunks ahead of the sum.
-    b_u0 = tl.load(p_state + first * step, mask=m & (first < known), other=0.0)
-    b_u1 = tl.load(p_state + (first + 1) * step, mask=m & (first + 1 < known), other=0.0)
-    b_u2 = tl.load(p_state + (first + 2) * step, mask=m & (first + 2 < known), other=0.0)
+    b_u0 = tl.load(p_state + step, mask=m & (count > 0), other=0.0)
+    b_u1 = tl.load(p_state + 2 * step, mask=m & (count > 1), other=0.0)
+    b_u2 = tl.load(p_state + 3 * step, mask=m & (count > 2), other=0.0)
     decay = 1.0
-    for n in range(first, last):
-        b_u3 = tl.load(p_state + (n + 3) * step, mask=m & (n + 3 < known), other=0.0)
+    for i in range(count):
+        b_u3 = tl.load(p_state + (i + 4) * step, mask=m & (i + 3 < count), other=0.0)
         if GATED:
-            b, _, end, _, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+            b, _, end, _, _, _ = chunk_bounds(p_chunks, first + i, T, C, NC, FULL, VARLEN)
             decay = tl.exp2(tl.load(p_g + (b * H + h).to(tl.int64) * T + end - 1))
-        tl.store(p_state + n * step, acc.to(p_state.dtype.element_ty), mask=m)
         acc = acc * decay + b_u0.to(tl.float32)
+        tl.store(p_state + (i + 1) * step, acc.to(p_state.dtype.element_ty), mask=m)
         b_u0, b_u1, b_u2 = b_u1, b_u2, b_u3
     if FINAL:
         tl.store(p_sT + (seq * H + h).to(tl.int64) * SIZE + o, acc, mask=m)
@@ -235,45 +242,48 @@ def scan_bwd_kernel(
     BLOCK: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradients of the states before chunks into those of the states after, in place.
+    """Add to the gradient that a chunk gives its state what later chunks give it, in place.
 
     Also write a block's part of <dS, S> at the start of each chunk: the gradient of a gate there.
     """
+    FULL: tl.constexpr = INITIAL or FINAL
     seq, h = tl.program_id(1) // H, tl.program_id(1) % H
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
-    first, last = sequence_chunks(p_first, seq, NC, VARLEN)
-    known = first if INITIAL else first + 1  # the first chunk reads the initial state alone
+    first, last, slot = sequence_chunks(p_chunks, p_first, seq, NC, FULL, VARLEN)
+    base = (slot * H + h).to(tl.int64) * SIZE + o
+    p_dstate += base
+    if p_flow is not None:
+        p_state += base
+    step = (h * 0 + H).to(tl.int64) * SIZE
+    stop = 0 if INITIAL else 1  # the first chunk reads an initial state alone
+    i = last - first - 1
     acc = tl.zeros([BLOCK], tl.float32)
     if FINAL:
         acc = tl.load(p_dsT + (seq * H + h).to(tl.int64) * SIZE + o, mask=m, other=0.0)
-    p_dstate += h.to(tl.int64) * SIZE + o
-    if p_flow is not None:
-        p_state += h.to(tl.int64) * SIZE + o
-    step = (h * 0 + H).to(tl.int64) * SIZE
-    n = last - 1
-    b_d0 = tl.load(p_dstate + n * step, mask=m & (n >= known), other=0.0)
-    b_d1 = tl.load(p_dstate + (n - 1) * step, mask=m & (n - 1 >= known), other=0.0)
-    b_d2 = tl.load(p_dstate + (n - 2) * step, mask=m & (n - 2 >= known), other=0.0)
+        tl.store(p_dstate + (i + 1) * step, acc.to(p_dstate.dtype.element_ty), mask=m)
+    b_d0 = tl.load(p_dstate + i * step, mask=m & (i >= stop), other=0.0)
+    b_d1 = tl.load(p_dstate + (i - 1) * step, mask=m & (i - 1 >= stop), other=0.0)
+    b_d2 = tl.load(p_dstate + (i - 2) * step, mask=m & (i - 2 >= stop), other=0.0)
     decay = 1.0
     if p_flow is not None:
         b_w = tl.load(p_weight + o, mask=m, other=0.0)
-        b_s0 = tl.load(p_state + n * step, mask=m & (n >= known), other=0.0)
-        b_s1 = tl.load(p_state + (n - 1) * step, mask=m & (n - 1 >= known), other=0.0)
-    for back in range(0, last - first):
-        n = last - 1 - back
-        b_d3 = tl.load(p_dstate + (n - 3) * step, mask=m & (n - 3 >= known), other=0.0)
+        b_s0 = tl.load(p_state + i * step, mask=m & (i >= stop), other=0.0)
+        b_s1 = tl.load(p_state + (i - 1) * step, mask=m & (i - 1 >= stop), other=0.0)
+    for back in range(last - first - stop):
+        i = last - first - 1 - back
+        b_d3 = tl.load(p_dstate + (i - 3) * step, mask=m & (i - 3 >= stop), other=0.0)
         if p_flow is not None:
-            b_s2 = tl.load(p_state + (n - 2) * step, mask=m & (n - 2 >= known), other=0.0)
+            b_s2 = tl.load(p_state + (i - 2) * step, mask=m & (i - 2 >= stop), other=0.0)
         if GATED:
-            b, _, end, _, _ = chunk_bounds(p_chunks, n, T, C, NC, VARLEN)
+            b, _, end, _, _, _ = chunk_bounds(p_chunks, first + i, T, C, NC, FULL, VARLEN)
             decay = tl.exp2(tl.load(p_g + (b * H + h).to(tl.int64) * T + end - 1))
-        tl.store(p_dstate + n * step, acc.to(p_dstate.dtype.element_ty), mask=m)
         acc = acc * decay + b_d0.to(tl.float32)
+        tl.store(p_dstate + i * step, acc.to(p_dstate.dtype.element_ty), mask=m)
         b_d0, b_d1, b_d2 = b_d1, b_d2, b_d3
         if p_flow is not None:
-            p_part = p_flow + (n * H + h).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-            tl.store(p_part, tl.sum(acc * b_w * b_s0.to(tl.float32), 0))
+            p_part = p_flow + ((first + i) * H + h).to(tl.int64) * tl.num_programs(0)
+            tl.store(p_part + tl.program_id(0), tl.sum(acc * b_w * b_s0.to(tl.float32), 0))
             b_s0, b_s1 = b_s1, b_s2
     if INITIAL:
         tl.store(p_ds0 + (seq * H + h).to(tl.int64) * SIZE + o, acc, mask=m)

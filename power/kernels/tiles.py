@@ -2,8 +2,8 @@
 """Addressing shared by the kernels: chunks of tokens, and tiles of the degree-2 feature map.
 
 Tokens are cut into chunks of ``C``. Without ``cu_seqlens`` chunk ``n`` is chunk ``n % NC`` of
-batch row ``n // NC``; with it, a table of ``(start, end, has_past, has_future)`` says where chunk
-``n`` lies.
+batch row ``n // NC``; with it, a table of ``(start, end, has_past, has_future, slot)`` says
+where chunk ``n`` lies.
 
 Channels are cut into blocks of 16. A tile of the state is a pair of blocks ``a <= b``: 256 rows,
 row ``16 i + j`` holding the products of channel ``i`` of block ``a`` and channel ``j`` of block
@@ -20,30 +20,39 @@ SIZES = ("T", "C", "NC", "H")
 
 
 @triton.jit
-def chunk_bounds(p_chunks, n, T, C, NC, VARLEN: tl.constexpr):
-    """Return row, start and end of chunk ``n``, and whether tokens lie before and after it."""
+def chunk_bounds(p_chunks, n, T, C, NC, FULL: tl.constexpr, VARLEN: tl.constexpr):
+    """Return row, start, end of chunk ``n``, whether tokens lie before and after it, and its slot.
+
+    That is the place of the state before the chunk; the state after it follows. ``FULL`` keeps the
+    states before and after a whole sequence too.
+    """
     if VARLEN:
         b = 0
-        start = tl.load(p_chunks + 4 * n)
-        end = tl.load(p_chunks + 4 * n + 1)
-        past = tl.load(p_chunks + 4 * n + 2) > 0
-        future = tl.load(p_chunks + 4 * n + 3) > 0
+        start = tl.load(p_chunks + 5 * n)
+        end = tl.load(p_chunks + 5 * n + 1)
+        past = tl.load(p_chunks + 5 * n + 2) > 0
+        future = tl.load(p_chunks + 5 * n + 3) > 0
+        slot = tl.load(p_chunks + 5 * n + 4)
     else:
         b = n // NC
         start = n % NC * C
         end = min(start + C, T)
         past = start > 0
         future = end < T
-    return b, start, end, past, future
+        slot = n + b if FULL else n - b - 1
+    return b, start, end, past, future, slot
 
 
 @triton.jit
-def sequence_chunks(p_first, seq, NC, VARLEN: tl.constexpr):
-    """Return the first chunk of a sequence and the one after its last."""
+def sequence_chunks(p_chunks, p_first, seq, NC, FULL: tl.constexpr, VARLEN: tl.constexpr):
+    """Return the first chunk of a sequence, the one after its last, and the slot of the first."""
     if VARLEN:
-        return tl.load(p_first + seq), tl.load(p_first + seq + 1)
+        first, last = tl.load(p_first + seq), tl.load(p_first + seq + 1)
+        slot = first + seq if FULL else tl.load(p_chunks + 5 * first + 4)
     else:
-        return seq * NC, seq * NC + NC
+        first, last = seq * NC, seq * NC + NC
+        slot = first + seq if FULL else first - seq - 1
+    return first, last, slot
 
 
 @triton.jit
