@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 
 def integer(name: str, value: int, at_least: int = 1) -> int:
     """`value`, if it is an int of at least `at_least`."""
@@ -22,3 +24,23 @@ def number(name: str, value: float, *, positive: bool = False) -> float:
     if not math.isfinite(value) or (positive and value <= 0):
         raise ValueError(f"{name} must be {kind}, finite, got {value}")
     return float(value)
+
+
+def sizes(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """`values`, if it is a tuple of ints of at least 1, and not empty."""
+    if not isinstance(values, tuple) or not values:
+        raise TypeError(f"{name} must be a tuple of ints, got {values!r}")
+    for value in values:
+        integer(f"each of {name}", value)
+    return values
+
+
+def floating(name: str, value: Tensor, *axes: str) -> Tensor:
+    """`value`, if it is a floating tensor with these axes, none of them empty."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{name} must be a floating tensor, got {got}")
+    if value.ndim != len(axes) or value.numel() == 0:
+        shape = ", ".join(axes) + ("," if len(axes) == 1 else "")
+        raise ValueError(f"{name} must have shape ({shape}), got {tuple(value.shape)}")
+    return value

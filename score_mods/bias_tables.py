@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
-from score_mods._checks import integer
+from score_mods._checks import floating, integer
 
 
 def _table_bias(name: str, table: Tensor, column: Callable[[Tensor], Tensor]) -> Mod:
@@ -27,15 +27,6 @@ def _table_bias(name: str, table: Tensor, column: Callable[[Tensor], Tensor]) ->
         return score + bias.to(torch.promote_types(score.dtype, torch.float32))
 
     return described(table_bias_mod, name, table)
-
-
-def _checked(table: Tensor, columns: str) -> Tensor:
-    if not isinstance(table, Tensor) or not table.is_floating_point():
-        got = getattr(table, "dtype", type(table).__name__)
-        raise TypeError(f"table must be a floating tensor, got {got}")
-    if table.ndim != 2 or table.numel() == 0:
-        raise ValueError(f"table must have shape (H, {columns}), got {tuple(table.shape)}")
-    return table.contiguous()
 
 
 def distance_table(table: Tensor) -> Mod:
@@ -61,7 +52,7 @@ def distance_table(table: Tensor) -> Mod:
     >>> mod(torch.zeros(4), 0, torch.zeros(4, dtype=int), q_idx, torch.tensor([5, 4, 0, 6]))
     tensor([20., 30., 40.,  0.])
     """
-    table = _checked(table, "2 N - 1")
+    table = floating("table", table, "H", "2 N - 1").contiguous()
     middle = table.shape[1] // 2
     if table.shape[1] % 2 == 0:
         raise ValueError(f"table must have an odd number of columns, got {table.shape[1]}")
@@ -121,10 +112,10 @@ def t5_bias(table: Tensor, max_distance: int = 128, *, bidirectional: bool = Fal
         TypeError: if `table` is no floating tensor, or `max_distance` no int.
         ValueError: if `table` has not two axes, or a number is out of its range.
 
-    Reference: Raffel et al., arXiv 1910.10683, section 2.1; buckets as in the transformers
-    library's T5, which rounds the edges of the buckets in float32.
+    Reference: Raffel et al., arXiv 1910.10683, section 2.1; scale and buckets as in the
+    transformers library's T5, which rounds the edges of the buckets in float32.
     """
-    table = _checked(table, "num_buckets")
+    table = floating("table", table, "H", "num_buckets").contiguous()
     buckets = t5_buckets(table.shape[1], max_distance, bidirectional)
     return _table_bias(
         "t5_bias", table, lambda t: buckets[t.clamp(-max_distance, max_distance) + max_distance]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._checks import floating
 
 
 def fire(
@@ -51,12 +52,8 @@ def fire(
     Reference: Li et al., "Functional Interpolation for Relative Positions Improves Long Context
     Transformers", arXiv 2310.04418; formula and defaults as in public implementations.
     """
-    for name, value, ndim in (("w1", w1, 1), ("b1", b1, 1), ("w2", w2, 2), ("b2", b2, 1)):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            got = getattr(value, "dtype", type(value).__name__)
-            raise TypeError(f"{name} must be a floating tensor, got {got}")
-        if value.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} axes, got {tuple(value.shape)}")
+    floating("w1", w1, "W"), floating("b1", b1, "W")
+    floating("w2", w2, "H", "W"), floating("b2", b2, "H")
     if b1.shape != w1.shape or w2.shape != (*b2.shape, *w1.shape):
         raise ValueError(
             "w1, b1, w2 and b2 must have shapes (W,), (W,), (H, W) and (H,), got "

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
+from score_mods._checks import floating
 
 
 def forgetting_gate(log_g: Tensor) -> Mod:
@@ -30,12 +31,7 @@ def forgetting_gate(log_g: Tensor) -> Mod:
     Reference: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", arXiv
     2503.02130.
     """
-    if not isinstance(log_g, Tensor) or not log_g.is_floating_point():
-        got = getattr(log_g, "dtype", type(log_g).__name__)
-        raise TypeError(f"log_g must be a floating tensor, got {got}")
-    if log_g.ndim != 3 or log_g.numel() == 0:
-        raise ValueError(f"log_g must have shape (B, H, T), got {tuple(log_g.shape)}")
-    at_query = log_g.double().cumsum(-1)
+    at_query = floating("log_g", log_g, "B", "H", "T").double().cumsum(-1)
     # A second tensor, because FlexAttention compiles one gather from each that requires grad.
     at_key = at_query.clone()
     one_batch, one_head = log_g.shape[0] == 1, log_g.shape[1] == 1

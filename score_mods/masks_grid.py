@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
-from score_mods._checks import integer
-
-
-def _sizes(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not values:
-        raise TypeError(f"{name} must be a tuple of ints, one for each axis, got {values!r}")
-    for value in values:
-        integer(f"each of {name}", value)
-    return values
+from score_mods._checks import integer, sizes
 
 
 def _coordinates(index: Tensor, extents: list[Tensor]) -> list[Tensor]:
@@ -50,7 +42,7 @@ def clear(shape: tuple[int, int], radius: int, text_length: int = 0) -> Mod:
     Reference: Liu et al., "CLEAR: Conv-Like Linearization Revs Pre-Trained Diffusion Transformers
     Up", arXiv 2412.16112, and the authors' public code.
     """
-    if len(_sizes("shape", shape)) != 2:
+    if len(sizes("shape", shape)) != 2:
         raise ValueError(f"shape must be a height and a width, got {shape}")
     reach, text = integer("radius", radius), integer("text_length", text_length, at_least=0)
     extents = [torch.tensor(extent) for extent in shape]
@@ -97,7 +89,7 @@ def natten(shape: tuple[int, ...], kernel: tuple[int, ...]) -> Mod:
     Reference: Hassani et al., "Neighborhood Attention Transformer", arXiv 2204.07143, and the
     NATTEN library's rule for even kernels.
     """
-    if len(_sizes("shape", shape)) != len(_sizes("kernel", kernel)):
+    if len(sizes("shape", shape)) != len(sizes("kernel", kernel)):
         raise ValueError(f"kernel must have one number for each axis of {shape}, got {kernel}")
     if any(size > extent for size, extent in zip(kernel, shape, strict=True)):
         raise ValueError(f"kernel must be at most {shape}, got {kernel}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from score_mods._captured import Mod, described
-from score_mods._checks import integer
+from score_mods._checks import integer, sizes
 from score_mods.masks import causal, sliding_window
 
 
@@ -176,16 +176,11 @@ def longnet(segments: tuple[int, ...], dilations: tuple[int, ...]) -> tuple[Mod,
 
     Raises:
         TypeError: if an argument is no tuple of ints.
-        ValueError: if it is empty, a number is below 1, or there are not as many of both.
+        ValueError: if a number is below 1, or there are not as many of both.
 
     Reference: Ding et al., "LongNet", arXiv 2307.02486, section 2.2; torchscale, checked.
     """
-    for name, values in (("segments", segments), ("dilations", dilations)):
-        if not isinstance(values, tuple):
-            raise TypeError(f"{name} must be a tuple of ints, got {type(values).__name__}")
-        for value in values:
-            integer(f"each of {name}", value)
-    if not segments or len(segments) != len(dilations):
+    if len(sizes("segments", segments)) != len(sizes("dilations", dilations)):
         raise ValueError(
             f"segments and dilations must be as many, got {len(segments)} and {len(dilations)}"
         )

@@ -165,7 +165,7 @@ BAD = [
     (lambda: sm.t5_bias(torch.ones(2, 32), 16), ValueError, "max_distance must be at least 17"),
     (lambda: sm.t5_bias(torch.ones(2, 5), bidirectional=True), ValueError, "num_buckets"),
     (lambda: sm.fire(W1, B1[:3], W2, B2), ValueError, "w1, b1, w2 and b2 must have shapes"),
-    (lambda: sm.fire(W1, B1, W2[0], B2), ValueError, "w2 must have 2 axes"),
+    (lambda: sm.fire(W1, B1, W2[0], B2), ValueError, r"w2 must have shape \(H, W\)"),
     (lambda: sm.fire(W1, 3.0, W2, B2), TypeError, "b1 must be a floating tensor"),
     (lambda: sm.fire(W1, B1, W2, B2, eps=0.0), ValueError, "eps"),
     (lambda: sm.forgetting_gate(torch.ones(2, 3)), ValueError, "log_g must have shape"),
