@@ -1,4 +1,4 @@
-r"""Other operators than softmax attention, by attention with the logarithm of their weights.
+"""Other operators than softmax attention, by attention with the logarithm of their weights.
 
 Softmax attention with the score s' = ln w is (sum_j w_j v_j) / (sum_j w_j), and its lse is the
 logarithm of that denominator. So a score_mod that takes the logarithm turns FlexAttention into
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
-from score_mods._checks import integer, number
+from score_mods._checks import floating, integer, number
 from score_mods.attention import attention
 from score_mods.combine import compose
 from score_mods.forgetting_gate import forgetting_gate
@@ -115,7 +115,8 @@ def weighted_sum(
         score_mod: the logarithm of the weights: `linear()`, also with biases added to it.
         mask_mod: a mask_mod or None, as in `attention`.
         signed: whether to subtract what the same score_mod makes of -s. With `linear()` the
-            weights then are the scores, of either sign.
+            weights then are the scores, of either sign. Both sums are rounded to the dtype of v
+            before: give float32 where they nearly cancel.
         scale: factor of the scores, 1/sqrt(D) if not given.
         enable_gqa: allow H to be a multiple of H_kv.
         impl: "flex" or "dense", as in `attention`; on a CPU only "dense" gives lse, which this
@@ -172,10 +173,8 @@ def log_linear(level_scales: Tensor, log_g: Tensor | None = None) -> Mod:
     Reference: Guo et al., "Log-Linear Attention", arXiv 2506.04761; the levels are checked against
     the naive form in github.com/fla-org/flash-linear-attention.
     """
-    if not isinstance(level_scales, Tensor) or not level_scales.is_floating_point():
-        got = getattr(level_scales, "dtype", type(level_scales).__name__)
-        raise TypeError(f"level_scales must be a floating tensor, got {got}")
-    if level_scales.ndim != 4 or level_scales.shape[2] > 2 ** (level_scales.shape[3] - 1):
+    floating("level_scales", level_scales, "B", "H", "T", "L")
+    if level_scales.shape[2] > 2 ** (level_scales.shape[3] - 1):
         raise ValueError(
             "level_scales must have shape (B, H, T, L) with T <= 2^(L-1), "
             f"got {(*level_scales.shape,)}"
