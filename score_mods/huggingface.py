@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -56,6 +57,7 @@ def register(
     name: str,
     score_mod: Mod | Callable[[int], Mod | None] | None,
     *,
+    mask_mod: Mod | None = None,
     impl: str = "flex",
     backend: str = "auto",
 ) -> None:
@@ -70,12 +72,14 @@ def register(
             `model.set_attn_implementation(name)`.
         score_mod: a score_mod for all layers; None for plain attention; or a function from a
             layer's index to either, for models with local and global layers.
+        mask_mod: a mask_mod besides the model's own, such as `sliding_window(1024)`; it has
+            indices in the sequence, of padding too.
         impl: "flex" or "dense", as in `attention`; "dense" to train on a CPU, and there for models
             with sinks.
         backend: of FlexAttention, as in `attention`.
 
     Raises:
-        TypeError: if `name` is no string, or `score_mod` none of the three.
+        TypeError: if `name` is no string, `score_mod` none of the three or `mask_mod` no mask_mod.
         ValueError: if `name` is one of transformers' own, or `impl` unknown.
         ImportError: if transformers is missing.
 
@@ -90,6 +94,8 @@ def register(
         raise ValueError(f"name must not be one of transformers' own, got {name!r}")
     if impl not in ("flex", "dense"):
         raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+    if mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
+        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
     code = getattr(score_mod, "__code__", None)
     by_layer = code is not None and code.co_argcount == 1
     if not by_layer:
@@ -160,7 +166,7 @@ def register(
         return out.transpose(1, 2).contiguous(), None
 
     transformers.AttentionInterface.register(name, attend)
-    transformers.AttentionMaskInterface.register(name, _mask)
+    transformers.AttentionMaskInterface.register(name, partial(_mask, mask_mod))
     _registered.add(name)
 
 
@@ -174,6 +180,7 @@ def _checked(score_mod: Any) -> Mod | None:
 
 
 def _mask(
+    further: Mod | None,
     *,
     batch_size: int,
     q_length: int,
@@ -185,7 +192,10 @@ def _mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> BlockMask:
-    """The mask function that transformers calls, once for each kind of layer."""
+    """The mask function that transformers calls, once for each kind of layer.
+
+    `further` is what `register` was given.
+    """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if mask_function is bidirectional_mask_function:
@@ -194,6 +204,8 @@ def _mask(
         q_offset = q_offset.clone()  # a static cache counts on in place before attention comes
     is_causal = mask_function is causal_mask_function
     mask_mod = causal if is_causal else mask_function
+    if further is not None:
+        mask_mod = and_masks(mask_mod, further)
     q_table = kv_table = None
     if attention_mask is not None and (
         torch.compiler.is_compiling() or not bool(attention_mask.all())
@@ -207,7 +219,7 @@ def _mask(
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     if not starts_at_zero:
         mask_mod = with_offset(mask_mod, q_offset, kv_offset)
-    rows = None if is_causal and q_table is None else batch_size
+    rows = None if is_causal and further is None and q_table is None else batch_size
     block_mask = create_block_mask(mask_mod, rows, None, q_length, kv_length, device)
     plain = mask_mod is causal
     block_mask.positions = _Positions(q_offset, kv_offset, q_table, kv_table, plain)  # type: ignore[attr-defined]

@@ -156,6 +156,22 @@ def test_chosen_by_layer():
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_a_further_mask():
+    """A window equals that of a model which has one itself, here with all keys in the cache."""
+    tokens = sample(2, 20)
+    expected = logits(mistral(), "scale_invariant", tokens)
+    register(
+        "window", LAWS["scale_invariant"][0], mask_mod=sm.sliding_window(WINDOW), impl="dense"
+    )
+    model = llama()
+    model.load_state_dict(mistral().state_dict())
+    assert (logits(model, "window", tokens) - expected).abs().max() < 1e-9
+    cache = transformers.DynamicCache(config=model.config)
+    parts = [logits(model, "window", part, past_key_values=cache) for part in tokens.split(4, 1)]
+    assert (torch.cat(parts, 1) - expected).abs().max() < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("static", [False, True])
@@ -277,6 +293,8 @@ def test_what_is_not_supported_says_so():
         register("other", sm.causal)
     with pytest.raises(TypeError, match="got float"):
         register("other", 10.0)
+    with pytest.raises(TypeError, match="mask_mod must be a mask_mod"):
+        register("other", None, mask_mod=sm.logn())
     register("wrong_by_layer", lambda layer: sm.causal, impl="dense")
     with pytest.raises(TypeError, match="got a mask_mod"):
         logits(llama(), "wrong_by_layer", tokens)
@@ -378,3 +396,14 @@ def test_patched_models_are_freed():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_from_pretrained(tmp_path):
+    model, tokens = llama(), sample(1, 9)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="scale_invariant"
+    )
+    with torch.no_grad():
+        got = loaded(tokens).logits
+    assert torch.equal(got, logits(model, "scale_invariant", tokens))
