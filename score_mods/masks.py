@@ -156,7 +156,7 @@ def document(document_ids: Tensor) -> Mod:
     return described(document_mask, "document")
 
 
-def _bounds(mask_mod: Mod) -> Bounds | None:
+def bounds_of(mask_mod: Mod) -> Bounds | None:
     """`block_bounds` of a mask, or of an `and_masks` or `or_masks` of such masks, or None."""
     own = getattr(mask_mod, "block_bounds", None)
     if own is not None:
@@ -165,7 +165,7 @@ def _bounds(mask_mod: Mod) -> Bounds | None:
     if qualname not in ("and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"):
         return None
     mask_mods = inspect.getclosurevars(mask_mod).nonlocals.get("mask_mods", ())
-    parts = [_bounds(part) for part in mask_mods]
+    parts = [bounds_of(part) for part in mask_mods]
     if not parts or None in parts:
         return None
     join = torch.logical_and if qualname.startswith("and") else torch.logical_or
@@ -225,7 +225,7 @@ def _build(
     mask_mod = to_device(mask_mod, device)
     b = torch.arange(B, device=device)[:, None, None, None]
     h = torch.arange(H, device=device)[:, None, None]
-    bounds = _bounds(mask_mod)
+    bounds = bounds_of(mask_mod)
     if bounds is None:
         some, every = _blocks_by_evaluation(mask_mod, b, h, q_len, kv_len, block_size, device)
     else:

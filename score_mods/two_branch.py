@@ -19,8 +19,8 @@ keys where they are and holds queries at the last position of its cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from score_mods._captured import Mod
 from score_mods._checks import integer, number
 from score_mods.attention import attention
 from score_mods.combine import with_offset, with_positions
-from score_mods.masks import _bounds, and_masks, causal, sliding_window
+from score_mods.masks import and_masks, bounds_of, causal, sliding_window
 from score_mods.merge import merge
 from score_mods.rotary import Rotary
 
@@ -53,17 +53,16 @@ class TwoBranch:
     far_query: Place
     far_key: Place
     sinks: int | None = None
+    _masks: tuple[Mod, Mod] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check what every scheme takes."""
+        """Check what every scheme takes, and make its masks."""
         if not isinstance(self.rotary, Rotary):
             raise TypeError(f"rotary must be a Rotary, got {type(self.rotary).__name__}")
         integer("window", self.window)
-
-    @cached_property
-    def _masks(self) -> tuple[Mod, Mod]:
-        """Near and far, kept because `create_block_mask` caches by the mask."""
-        return sliding_window(self.window), with_offset(causal, -self.window)
+        # Near and far; kept, because `create_block_mask` caches by the mask.
+        masks = sliding_window(self.window), with_offset(causal, -self.window)
+        object.__setattr__(self, "_masks", masks)
 
     def __call__(
         self,
@@ -150,6 +149,7 @@ class TwoBranch:
             )
             return merged if return_lse else merged[0]
 
+        either = _either if torch.compiler.is_compiling() else _either_cached
         queries = torch.cat([near[0], far[0]], -1)
         keys = torch.cat(
             [
@@ -163,7 +163,7 @@ class TwoBranch:
             keys,
             torch.cat([v, v[:, :, :seen]], 2),
             None if score_mod is None else _folded_score(score_mod, T),
-            _either(near_mask, far_mask, T),
+            either(near_mask, far_mask, T),
             return_lse=return_lse,
         )
 
@@ -189,7 +189,6 @@ def _folded_score(score_mod: Mod, length: int) -> Mod:
     return folded_mod
 
 
-@lru_cache(maxsize=16)
 def _either(first: Mod, second: Mod, length: int) -> Mod:
     """One mask for the first `length` keys, and another, counted from there, for the others."""
     T = torch.tensor(length)
@@ -200,7 +199,7 @@ def _either(first: Mod, second: Mod, length: int) -> Mod:
         in_second = second(b, h, q_idx, (kv_idx - T).clamp(min=0))
         return torch.where(kv_idx < T, in_first, in_second)
 
-    first_bounds, second_bounds = _bounds(first), _bounds(second)
+    first_bounds, second_bounds = bounds_of(first), bounds_of(second)
     if first_bounds is not None and second_bounds is not None:
 
         def bounds(b, h, q_lo, q_hi, kv_lo, kv_hi):  # type: ignore[no-untyped-def]
@@ -213,6 +212,9 @@ def _either(first: Mod, second: Mod, length: int) -> Mod:
 
         either_mask.block_bounds = bounds  # type: ignore[attr-defined]
     return either_mask
+
+
+_either_cached = lru_cache(maxsize=16)(_either)
 
 
 def _stretched(rotary: Rotary, window: int, place: Place, sinks: int | None = None) -> TwoBranch:

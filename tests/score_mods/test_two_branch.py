@@ -2,6 +2,7 @@
 
 import cmath
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -191,6 +192,19 @@ def test_compiled_single_call():
     q, k, v = (torch.randn(1, H, 300, 32) for _ in range(3))
     exact = mechanism(q.double(), k.double(), v.double(), impl="dense")
     assert (mechanism(q, k, v, form="single") - exact).abs().max() < 1e-5
+
+
+@pytest.mark.compiled
+def test_joins_a_compiled_model():
+    mechanism = sm.self_extend(sm.rope(32), 20, 4)
+    q, k, v = (torch.randn(1, H, 65, 32) for _ in range(3))
+    model = torch.compile(
+        lambda q, k, v: mechanism(q, k, v, form="single") + 1, fullgraph=True, backend="aot_eager"
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        out = model(q, k, v)
+    assert (out - 1 - mechanism(q, k, v, impl="dense")).abs().max() < 1e-5
 
 
 @BOTH
