@@ -2,7 +2,8 @@
 
 `predict` and `expected` give the theory of any score_mod, `measure` and `measure_gaussian` the
 same quantities on rows of logits, `judge` and `judge_all` the verdict. `python -m analysis report`
-writes all of it down with figures.
+writes all of it down with figures, and `python -m analysis gallery` draws every mechanism of
+`score_mods` on one page.
 """
 
 from analysis.conditions import expected, expected_entropy, limits, predict

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--out", metavar="DIR", default="reports")
     command = commands.add_parser("gallery", help="draw every mechanism on one page")
     command.add_argument("--only", metavar="A,B,...", help="names of mechanisms; default: all")
-    command.add_argument("--out", metavar="DIR", default="gallery")
+    command.add_argument("--out", metavar="DIR", default="reports/gallery")
     options = vars(parser.parse_args(arguments))
     name = options.pop("command")
     try:

@@ -104,7 +104,9 @@ def _table(cards: list[Card], judged: Judged) -> str:
         if name in judged:
             v, total = judged[name]
             cells = [v.total.verdict, v.negentropy.verdict, v.weak_sparsity.verdict]
-            cells += [f"{x:.1f}" if x > -torch.inf else "none" for x in total.tolist()]
+            cells += [
+                f"{round(x, 1) + 0.0:.1f}" if x > -torch.inf else "none" for x in total.tolist()
+            ]
         rows.append([f"[{name}](#{name})", c.mechanism.kind, *cells])
     return markdown_table(header, rows)
 
