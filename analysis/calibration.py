@@ -1,0 +1,216 @@
+"""Longer contexts without training: scale-invariant attention that is told a model's own logits.
+
+`scale_invariant` is exact where the base logits have the mean mu and the deviation sigma that it
+is told. A trained model has its own in every head: `calibrate` measures them, `extend` applies
+them together with NTK-scaled rotary frequencies and with the first keys, which serve as attention
+sinks, left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from analysis.huggingface import LayerQK, capture
+from analysis.invariance import judge
+from analysis.measure import measure
+from score_mods import exempt_keys, ntk_rope, scale_invariant
+from score_mods._captured import Mod
+from score_mods.huggingface import patch_rotary, register
+
+_FILE = "scale_invariance.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The base logits of a model by layer and head, and verdicts on its attention.
+
+    Attributes:
+        tau: Scale of the mechanism in tokens.
+        mu: Mean of the base logits `[L][H]`.
+        sigma: Their standard deviation within a row `[L][H]`.
+        cells: The C+1 edges of cells of distances, up to half the texts' length.
+        mean: Mean by distance `[L][H][C]`.
+        deviation: Standard deviation by distance `[L][H][C]`.
+        before: Verdict on total attention under plain softmax, "holds", "rises", "falls" or
+            "cannot be told" `[L][H]`.
+        after: The same under `scale_invariant` with tau, mu and sigma.
+    """
+
+    tau: float
+    mu: list[list[float]]
+    sigma: list[list[float]]
+    cells: list[int]
+    mean: list[list[list[float]]]
+    deviation: list[list[list[float]]]
+    before: list[list[str]]
+    after: list[list[str]]
+
+    def score_mod(self, layer: int, *, tau: float | None = None, sinks: int = 1) -> Mod:
+        """`scale_invariant` for a layer, which leaves the first keys alone.
+
+        Args:
+            layer: Index of the layer.
+            tau: Scale in tokens; that of the calibration if None.
+            sinks: How many keys are left alone.
+        """
+        mod = scale_invariant(
+            self.tau if tau is None else tau,
+            mu=torch.tensor(self.mu[layer]),
+            sigma=torch.tensor(self.sigma[layer]),
+        )
+        return exempt_keys(mod, sinks)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `scale_invariance.json` into a folder, such as that of the saved model."""
+        Path(folder, _FILE).write_text(json.dumps(asdict(self), allow_nan=False))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Calibration:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: The folder holds no calibration.
+        """
+        path = Path(folder, _FILE)
+        if not path.is_file():
+            raise ValueError(f"folder must hold {_FILE}, got {folder}")
+        return cls(**json.loads(path.read_text()))
+
+
+def calibrate(
+    model: Any, texts: Sequence[Tensor], *, tau: float = 10.0, rows: int = 64
+) -> Calibration:
+    """Measure the base logits of every head on some texts, and judge attention before and after.
+
+    Statistics are over `rows` queries in the second half of each text, without distance 0 and
+    without key 0. The verdicts are on the first text, on ranges of scale 10.
+
+    Args:
+        model: A Hugging Face causal language model, with the rotary embedding it will have.
+        texts: Token ids `[1, T]` of each text, all of one length, 256 or more: see `tokenise`.
+        tau: Scale of the mechanism that is judged, in tokens.
+        rows: Queries per text, 16 or more.
+
+    Returns:
+        A `Calibration`; mu is pooled over texts by the mean, sigma by the root mean square.
+
+    Raises:
+        ValueError: An argument is out of its range, the model's attention is not causal or not
+            in every layer, or a layer caps its logits, so that a score_mod gets others.
+    """
+    lengths = sorted({tuple(t.shape) for t in texts})
+    if len(lengths) != 1 or len(lengths[0]) != 2 or lengths[0][0] != 1 or lengths[0][1] < 256:
+        raise ValueError(f"texts must have one shape [1, T] with T >= 256, got {lengths}")
+    if rows < 16:
+        raise ValueError(f"rows must be at least 16, got {rows}")
+    length = lengths[0][1]
+    late = torch.linspace(length // 2, length - 1, rows).long().unique()
+    found: list[dict[int, dict[str, Tensor]]] = []
+
+    def look(layer: LayerQK) -> None:
+        if layer.softcap is not None:
+            raise ValueError(f"model caps the logits of layer {layer.layer}, got {layer.softcap}")
+        base = measure(layer.q, layer.k, {}, q_positions=late, scale=layer.scale).base
+        mean, deviation = base.by_distance()
+        whole = base.cells[1:] <= length // 2  # which every row reaches
+        found[-1][layer.layer] = {
+            "mu": base.mu,
+            "sigma": base.sigma,
+            "mean": mean[:, whole],
+            "deviation": deviation[:, whole],
+            "cells": base.cells[: int(whole.sum()) + 1],
+        }
+
+    for text in texts:
+        found.append({})
+        capture(model, text, late, look)
+    layers = sorted(found[0])
+    if layers != list(range(len(layers))):
+        raise ValueError(f"model must have attention in every layer, got it in {layers}")
+
+    def pooled(name: str, power: int) -> list[Any]:
+        return [
+            (sum(f[i][name].double() ** power for f in found) / len(found)) ** (1 / power)
+            for i in layers
+        ]
+
+    mu, sigma = pooled("mu", 1), pooled("sigma", 2)
+    verdicts: dict[str, list[list[str]]] = {"before": [], "after": []}
+
+    def verdict(layer: LayerQK) -> None:
+        after = scale_invariant(tau, mu=mu[layer.layer], sigma=sigma[layer.layer])
+        mods = {"before": None, "after": after}
+        measured = measure(layer.q, layer.k, mods, q_positions=late, scale=layer.scale)
+        for name, judged in verdicts.items():
+            heads = range(layer.q.shape[1])
+            judged.append([judge(measured, name, head=h).total.verdict for h in heads])
+
+    capture(model, texts[0], late, verdict)
+    return Calibration(
+        tau,
+        [x.tolist() for x in mu],
+        [x.tolist() for x in sigma],
+        found[0][layers[0]]["cells"].tolist(),
+        [x.tolist() for x in pooled("mean", 1)],
+        [x.tolist() for x in pooled("deviation", 2)],
+        **verdicts,
+    )
+
+
+def extend(
+    model: Any,
+    factor: float,
+    texts: Sequence[Tensor] | None = None,
+    *,
+    tau: float = 3000.0,
+    sinks: int = 1,
+    calibration: Calibration | None = None,
+    name: str = "scale_invariant",
+    **options: Any,
+) -> Calibration:
+    """Let a trained model read `factor` times its length: NTK-scaled rotary, calibrated attention.
+
+    The model's rotary base is raised (`ntk_rope`), its logits are measured under it, and its
+    attention becomes `scale_invariant` with each head's mu and sigma and with the first keys left
+    alone. In place, without training.
+
+    Args:
+        model: A Hugging Face causal language model with plain RoPE.
+        factor: Wanted length over trained length, 1 or more.
+        texts: As for `calibrate`, of the trained length if possible; not needed with a
+            `calibration`.
+        tau: Scale in tokens, at which the change begins.
+        sinks: How many keys at the start are left alone.
+        calibration: From an earlier call or from a file, measured with the same factor.
+        name: Of the attention implementation, as in `register`; one for each extended model.
+        **options: As for `register`.
+
+    Returns:
+        The `Calibration`; save it with the model.
+
+    Raises:
+        ValueError: Neither or both of `texts` and `calibration` are given, or as `calibrate` and
+            `patch_rotary`.
+
+    Reference: arXiv 2505.17083; the NTK-scaled base is arXiv 2309.00071, section 3.1.
+    """
+    if (texts is None) == (calibration is None):
+        raise ValueError("one of texts and calibration must be given")
+    parameters = getattr(model.config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping) or parameters.get("rope_type") != "default":
+        raise ValueError(f"model must have plain RoPE, got rope_parameters={parameters}")
+    heads = model.config.num_attention_heads
+    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
+    patch_rotary(model, ntk_rope(head_dim, float(factor), float(parameters["rope_theta"])))
+    found = calibrate(model, texts, tau=tau) if texts is not None else calibration
+    assert found is not None
+    register(name, lambda layer: found.score_mod(layer, tau=tau, sinks=sinks), **options)
+    model.set_attn_implementation(name)
+    return found

@@ -1,0 +1,144 @@
+"""What `calibrate` measures, and that `extend` puts it to use."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import score_mods as sm
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+from analysis import huggingface  # noqa: E402
+from analysis.calibration import Calibration, calibrate, extend  # noqa: E402
+from score_mods.huggingface import patch_rotary, register  # noqa: E402
+
+T, ROWS = 300, 16
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | changes)).eval()
+
+
+def texts(count):
+    return [*torch.randint(0, 97, (count, 1, T), generator=torch.Generator().manual_seed(1))]
+
+
+def test_moments_equal_those_of_the_logits():
+    """Of two texts: rows' means and deviations, without distance 0 and key 0, in float64."""
+    model, given = llama(), texts(2)
+    found = calibrate(model, given, rows=ROWS)
+    at = torch.linspace(T // 2, T - 1, ROWS).long()
+    means, deviations, near = [], [], []
+    for text in given:
+        layers = []
+        huggingface.capture(model, text, at, layers.append)
+        for layer in layers:
+            k = layer.k.double().repeat_interleave(2, 1)
+            logits = (layer.q.double() @ k.mT * layer.scale)[0]
+            rows = [logits[:, r, 1:position] for r, position in enumerate(at.tolist())]
+            means.append(torch.stack([row.mean(-1) for row in rows]).mean(0))
+            spread = torch.stack([row.var(-1, correction=0) for row in rows])
+            deviations.append(spread.mean(0))
+            near.append(torch.cat([row[:, -9:] for row in rows], 1))  # distances 1 to 9
+    mu, sigma = torch.tensor(found.mu), torch.tensor(found.sigma)
+    for i in range(2):
+        assert (mu[i] - (means[i] + means[2 + i]) / 2).abs().max() < 1e-4
+        variance = (deviations[i] + deviations[2 + i]) / 2
+        assert (sigma[i].square() - variance).abs().max() < 1e-3 * variance.max()
+        assert found.cells[:2] == [1, 10]
+        mean, deviation = torch.tensor(found.mean)[i, :, 0], torch.tensor(found.deviation)[i, :, 0]
+        assert (mean - (near[i].mean(-1) + near[2 + i].mean(-1)) / 2).abs().max() < 1e-4
+        variance = (near[i].var(-1, correction=0) + near[2 + i].var(-1, correction=0)) / 2
+        assert (deviation.square() - variance).abs().max() < 1e-3 * variance.max()
+    known = {"holds", "rises", "falls", "cannot be told"}
+    assert {v for rows in (*found.before, *found.after) for v in rows} <= known
+    assert [len(rows) for rows in found.after] == [4, 4]
+
+
+def test_saved_with_the_model(tmp_path):
+    model = llama()
+    found = calibrate(model, texts(1), tau=7.0, rows=ROWS)
+    model.save_pretrained(tmp_path)
+    found.save(tmp_path)
+    assert Calibration.load(tmp_path) == found
+    with pytest.raises(ValueError, match=r"folder must hold scale_invariance\.json"):
+        Calibration.load(tmp_path / "elsewhere")
+
+
+@torch.no_grad()
+def test_extend_does_all_three():
+    model, tokens = llama(), texts(1)[0][:, :200]
+    found = extend(model, 4, texts(1), tau=30.0, sinks=2, name="extended", impl="dense")
+    got = model(tokens).logits
+    # By hand: the rotary base, the measurement under it, the score_mod of each layer.
+    other = llama()
+    theta = other.config.rope_parameters["rope_theta"]
+    patch_rotary(other, sm.rope(16, theta * 4 ** (16 / 14)))
+    measured = calibrate(other, texts(1), tau=30.0)
+    assert measured == found
+
+    def score_mod(layer):
+        def mod(score, b, h, q_idx, kv_idx):
+            mu = torch.tensor(measured.mu)[layer][h]
+            sigma = torch.tensor(measured.sigma)[layer][h]
+            growth = 2 * torch.log((q_idx - kv_idx).abs() / 30.0 + 1)
+            a_t = (1 + growth / sigma**2).sqrt()
+            return torch.where(kv_idx < 2, score, a_t * (score - mu) + mu - growth)
+
+        return mod
+
+    register("by_hand", score_mod, impl="dense")
+    other.set_attn_implementation("by_hand")
+    assert (got - other(tokens).logits).abs().max() < 1e-4
+    plain = llama()(tokens).logits
+    assert (got - plain).abs().max() > 1e-2
+
+    again = llama()
+    extend(again, 4, tau=30.0, sinks=2, calibration=found, name="extended_again", impl="dense")
+    assert torch.equal(again(tokens).logits, got)
+    steps = model.generate(tokens[:, :100], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    full = model(steps, use_cache=False).logits[0, 99:-1].argmax(-1)
+    assert torch.equal(steps[0, 100:], full)
+
+
+def test_what_is_wrong_is_named():
+    model = llama()
+    with pytest.raises(ValueError, match="texts must have one shape"):
+        calibrate(model, [torch.zeros(1, 100, dtype=torch.long)])
+    with pytest.raises(ValueError, match="rows must be at least 16"):
+        calibrate(model, texts(1), rows=3)
+    with pytest.raises(ValueError, match="one of texts and calibration"):
+        extend(model, 2)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    yarn["original_max_position_embeddings"] = 256
+    with pytest.raises(ValueError, match="model must have plain RoPE"):
+        extend(llama(rope_parameters=yarn), 2, texts(1))
+    config = transformers.Gemma2Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    with pytest.raises(ValueError, match="model caps the logits of layer 0"):
+        calibrate(transformers.Gemma2ForCausalLM(config).eval(), texts(1))
+
+
+def test_a_calibration_holds_plain_data():
+    found = calibrate(llama(), texts(1), rows=ROWS)
+    assert all(isinstance(x, (float, list)) for x in dataclasses.asdict(found).values())
+    assert found.score_mod(0).num_heads == 4
