@@ -32,6 +32,8 @@ _FP32: dict[str, dict[str, int]] = {
     "dk": {"BM": 32, "BN": 32, "BI": 1, "STAGES": 1, "num_warps": 8, "num_stages": 1},
     "dv": {"BM": 32, "BN": 32, "STAGES": 1, "num_warps": 8, "num_stages": 1},
 }
+# Degree 4, by the bytes of a number: rows of what goes through states, and tokens of a step.
+QUARTIC_ROWS = {2: 64, 4: 32}
 
 # Up to here the attention form is quicker, by head size; beyond, chunks of this many tokens are.
 _ATTENTION_UP_TO = {16: 1280, 32: 1280, 64: 4096, 128: 12_288}
@@ -88,10 +90,12 @@ def unsupported(
     if K not in HEAD_SIZES or V not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         return f'the kernels take head sizes {sizes}, got K = {K}, V = {V}; use impl="reference"'
-    if deg != 2 and (with_state or (chunk_size is not None and chunk_size < q.shape[2])):
+    passed = with_state or (chunk_size is not None and chunk_size < q.shape[2])
+    if passed and deg != 2 and (deg != 4 or K > 32):
         return (
-            f"the kernels pass states between chunks for deg = 2 only, got {deg}; use "
-            'chunk_size=None without states (the attention form), or impl="reference"'
+            "the kernels pass states between chunks in degree 2, and in degree 4 at head sizes 16 "
+            f"and 32, got deg = {deg} and K = {K}; use chunk_size=None without states (the "
+            'attention form), or impl="reference"'
         )
     return None
 
@@ -126,5 +130,5 @@ def saved_shapes(
     if stateful(T, chunk_size, with_initial):
         packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         slots = count_slots(B, T, chunk_size, packed, with_initial or return_state)
-        saved.append(((slots, k.shape[1], kernel_state_size(K, v.shape[-1])), q.dtype))
+        saved.append(((slots, k.shape[1], kernel_state_size(K, v.shape[-1], deg)), q.dtype))
     return saved

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -13,7 +12,14 @@ from power.kernels.backward import (
     attention_bwd_dq_kernel,
     attention_bwd_dv_kernel,
 )
-from power.kernels.config import kernel_config, precision, score_scale, state_unit, stateful
+from power.kernels.config import (
+    QUARTIC_ROWS,
+    kernel_config,
+    precision,
+    score_scale,
+    state_unit,
+    stateful,
+)
 from power.kernels.forward import attention_fwd_kernel
 from power.kernels.layout import (
     Layout,
@@ -21,10 +27,20 @@ from power.kernels.layout import (
     chunk_layout,
     count_slots,
     from_kernel,
+    from_quartic,
     kernel_state_size,
+    multiplicities,
+    quartic_maps,
     row_tables,
-    state_maps,
     to_kernel,
+    to_quartic,
+    total_decay,
+)
+from power.kernels.quartic import (
+    quartic_bwd_dkv_kernel,
+    quartic_bwd_dq_kernel,
+    quartic_fwd_kernel,
+    quartic_update_kernel,
 )
 from power.kernels.states import (
     fold_bwd_kernel,
@@ -85,7 +101,7 @@ class _Call:
             lay=lay,
             heads=H,
             kv_heads=HK,
-            size=kernel_state_size(K, V),
+            size=kernel_state_size(K, V, deg),
             unit=unit,
             scale=scale,
             gated=log_g is not None,
@@ -103,6 +119,23 @@ class _Call:
         config = kernel_config(kernel, self.sizes["K"], self.sizes["V"], q.dtype)
         return self.lay.total * triton.cdiv(self.lay.chunk, config["BM"]), config
 
+    def to_state(self, s: Tensor, z: Tensor, unit: float) -> Tensor:
+        """Lay a public state out for the kernels."""
+        convert = to_quartic if self.sizes["DEG"] == 4 else to_kernel
+        return convert(s, z, self.sizes["K"], unit)
+
+    def from_state(self, state: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+        """Undo ``to_state``."""
+        convert = from_quartic if self.sizes["DEG"] == 4 else from_kernel
+        return convert(state, self.sizes["K"], self.sizes["V"], unit)
+
+    def quartic(self, q: Tensor) -> tuple[int, tuple[Tensor, Tensor], dict[str, Any]]:
+        """Return blocks of rows, tables and sizes of the kernels of degree 4."""
+        maps, rows = quartic_maps(self.sizes["K"], q.device), QUARTIC_ROWS[q.dtype.itemsize]
+        sizes = {name: x for name, x in self.sizes.items() if name != "DEG"}
+        sizes = {**sizes, "NT": len(maps.orders), "BM": rows, "num_warps": 8, "num_stages": 2}
+        return self.lay.total * triton.cdiv(self.lay.chunk, rows), maps[2:], sizes
+
     def sum_chunks(
         self, x: Tensor, xt: Tensor, xft: Tensor, y: Tensor, delta: Tensor | None, every: bool
     ) -> Tensor:
@@ -111,6 +144,16 @@ class _Call:
         BV, blocks = min(V, 64), K // 16
         group = 1 if delta is None else self.sizes["GROUP"]
         state = x.new_empty(self.slots, self.kv_heads, self.size)
+        if self.sizes["DEG"] == 4:
+            tiles = quartic_maps(K, x.device).tiles
+            quartic_update_kernel[(V // BV * len(tiles), self.lay.total, self.kv_heads)](
+                xt, xft, y, delta, state, tiles, self.lay.table, *self.folded, self.kv_heads,
+                GROUP=group, K=K, V=V, BV=BV, BT=QUARTIC_ROWS[x.dtype.itemsize], NT=len(tiles),
+                UNIT=self.unit if delta is None else 1.0, BACKWARD=delta is not None, ALL=every,
+                FULL=self.sizes["FULL"], VARLEN=self.flags["VARLEN"],
+                PRECISION=self.sizes["PRECISION"], num_warps=8, num_stages=2,
+            )  # fmt: skip
+            return state
         grid = (V // BV * blocks * (blocks + 1) // 2 + 1, self.lay.total, self.kv_heads)
         update_kernel[grid](
             x, xt, xft, y, delta, state, self.lay.table, *self.folded, self.kv_heads,
@@ -150,7 +193,7 @@ def forward(
             )
         if c.stateful or return_state:
             if s0 is not None and z0 is not None:
-                start = to_kernel(s0, z0, K, c.unit)
+                start = c.to_state(s0, z0, c.unit)
             if return_state:
                 last = q.new_empty(lay.sequences, HK, c.size, dtype=torch.float32)
             kt = q.new_empty(lay.total, HK, K, lay.padded)
@@ -166,10 +209,19 @@ def forward(
             )  # fmt: skip
         blocks, config = c.rows("out", q)
         BV = min(V, 64)
+        apart = deg == 4 and c.stateful
+        y = torch.empty_like(out, dtype=torch.float32) if apart else out
+        yden = torch.empty_like(rden) if apart else rden
         attention_fwd_kernel[(blocks, c.heads, V // BV)](
-            q, k, v, g, state, out, rden, lay.table, *c.cut, c.heads,
-            BV=BV, STATE=c.stateful, INITIAL=c.initial, **c.sizes, **config,
+            q, k, v, g, state, y, yden, lay.table, *c.cut, c.heads,
+            BV=BV, STATE=c.stateful and not apart, INITIAL=c.initial, **c.sizes, **config,
         )  # fmt: skip
+        if apart:
+            blocks, tables, sizes = c.quartic(q)
+            quartic_fwd_kernel[(blocks, c.heads, V // BV)](
+                q, g, state, y, yden, out, rden, *tables, lay.table, *c.cut, c.heads,
+                BV=BV, INITIAL=c.initial, **sizes,
+            )  # fmt: skip
     saved = [rden]
     if g is not None:
         saved.append(g)
@@ -177,9 +229,9 @@ def forward(
         saved.append(state)
     if last is None:
         return out, None, None, saved
-    s, z = from_kernel(last, K, V, c.unit)
-    if s0 is not None and z0 is not None:
-        decay = _decay(log_g, cu_seqlens, s)
+    s, z = c.from_state(last, c.unit)
+    if s0 is not None and z0 is not None and deg == 2:
+        decay = total_decay(log_g, cu_seqlens, s)
         s_rest, z_rest = antisymmetric(s0, z0, K)
         s, z = s + decay[..., None] * s_rest, z + decay * z_rest
     return out, s, z, saved
@@ -224,11 +276,25 @@ def backward(
             q, out, dout, rden, g, delta, w, qt, qft, lay.table, *c.folded, H,
             GROUP=H // HK, K=K, V=V, BT=64, STATE=c.stateful, ALL=c.initial, **c.flags,
         )  # fmt: skip
+        apart = deg == 4 and (c.stateful or final)
+        yq, yk, yv = (
+            torch.empty_like(x, dtype=torch.float32) if apart else x for x in (dq, dk, dv)
+        )
+        fixed = delta.clone() if apart else delta
         blocks, config = c.rows("dq", q)
         attention_bwd_dq_kernel[(blocks, H)](
-            q, k, v, g, state, dout, rden, delta, dq, lay.table, *c.cut, H,
-            STATE=c.stateful, INITIAL=c.initial, **c.sizes, **config,
+            q, k, v, g, state, dout, rden, fixed, yq, lay.table, *c.cut, H,
+            STATE=c.stateful and not apart, INITIAL=c.initial, **c.sizes, **config,
         )  # fmt: skip
+        if apart and c.stateful:
+            blocks, tables, sizes = c.quartic(q)
+            quartic_bwd_dq_kernel[(blocks, H)](
+                q, g, state, dout, rden, delta, fixed, yq, dq, *tables, lay.table, *c.cut, H,
+                INITIAL=c.initial, **sizes,
+            )  # fmt: skip
+        elif apart:
+            dq.copy_(yq)
+        delta = fixed
         if qt is not None and qft is not None:
             dstate = c.sum_chunks(q, qt, qft, dout, delta, c.initial)
             if c.gated:
@@ -238,11 +304,10 @@ def backward(
             dstate = q.new_empty(c.slots, HK, c.size)
         if dstate is not None:
             if ds_T is not None and dz_T is not None:
-                end = to_kernel(ds_T, dz_T, K, unit)
+                end = c.to_state(ds_T, dz_T, unit)
             if c.initial:
                 ds0 = q.new_empty(lay.sequences, HK, c.size, dtype=torch.float32)
-            squares = state_maps(K, q.device).weight.square().repeat_interleave(V)
-            weight = F.pad(squares, (0, K * K), value=1.0) * c.scale**deg
+            weight = multiplicities(K, V, deg, q.device) * c.scale**deg
             scan_bwd_kernel[(parts, lay.sequences * HK)](
                 dstate, state, g, weight, end, ds0, flow, lay.table, lay.first, *c.cut, HK, c.size,
                 BLOCK=_SCAN, INITIAL=c.initial, FINAL=final, **c.flags,
@@ -250,15 +315,21 @@ def backward(
         col = None if g is None else torch.empty_like(g)
         blocks, config = c.rows("dk", q)
         attention_bwd_dk_kernel[(blocks, HK)](
-            q, k, v, g, dstate, dout, w, delta, dk, col, lay.table, *c.cut, HK,
-            STATE=dstate is not None, FINAL=final, **c.sizes, **config,
+            q, k, v, g, dstate, dout, w, delta, yk, col, lay.table, *c.cut, HK,
+            STATE=dstate is not None and not apart, FINAL=final, **c.sizes, **config,
         )  # fmt: skip
         blocks, config = c.rows("dv", q)
         BV = min(V, 64)
         attention_bwd_dv_kernel[(blocks, HK, V // BV)](
-            q, k, g, dstate, dout, w, dv, lay.table, *c.cut, HK,
-            BV=BV, STATE=dstate is not None, FINAL=final, **c.sizes, **config,
+            q, k, g, dstate, dout, w, yv, lay.table, *c.cut, HK,
+            BV=BV, STATE=dstate is not None and not apart, FINAL=final, **c.sizes, **config,
         )  # fmt: skip
+        if apart:
+            blocks, tables, sizes = c.quartic(q)
+            quartic_bwd_dkv_kernel[(blocks, HK)](
+                k, v, g, dstate, yk, yv, dk, dv, col, *tables, lay.table, *c.cut, HK,
+                FINAL=final, **sizes,
+            )  # fmt: skip
         if g is not None:
             dlog_g = torch.empty_like(g)
             gate_bwd_kernel[(lay.total, HK)](
@@ -268,9 +339,9 @@ def backward(
             )  # fmt: skip
     if ds0 is None:
         return dq, dk, dv, dlog_g, None, None
-    s, z = from_kernel(ds0, K, V, unit)
-    if ds_T is not None and dz_T is not None and s0 is not None and z0 is not None:
-        decay = _decay(log_g, cu_seqlens, s)
+    s, z = c.from_state(ds0, unit)
+    if ds_T is not None and dz_T is not None and s0 is not None and z0 is not None and deg == 2:
+        decay = total_decay(log_g, cu_seqlens, s)
         s_rest, z_rest = antisymmetric(ds_T, dz_T, K)
         s, z = s + decay[..., None] * s_rest, z + decay * z_rest
         if dlog_g is not None:
@@ -284,16 +355,6 @@ def backward(
                 through = through[seq].permute(2, 1, 0)
             dlog_g += through
     return dq, dk, dv, dlog_g, s, z
-
-
-def _decay(log_g: Tensor | None, cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
-    """Return what is left of each initial state at the end: ``[N, H_kv, 1]``."""
-    if log_g is None:
-        return like.new_ones(1)
-    if cu_seqlens is None:
-        return log_g.sum(-1, keepdim=True).exp()
-    total = F.pad(log_g[0].double().cumsum(-1), (1, 0))[:, cu_seqlens.long()]
-    return total.diff().mT.exp().float()[..., None]
 
 
 def step(

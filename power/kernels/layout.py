@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from power.feature_map import monomials
+from power.feature_map import monomials, state_size
 
 
 class Layout(NamedTuple):
@@ -77,8 +77,13 @@ def chunk_layout(
     return Layout(chunk, padded, count, count, sequences, table, first.to(torch.int32))
 
 
-def kernel_state_size(K: int, V: int) -> int:
-    """Return the numbers in a kernel state: tiles of 256 rows of ``V``, then ``[K, K]``."""
+def kernel_state_size(K: int, V: int, deg: int) -> int:
+    """Return the numbers in a kernel state: tiles of 256 rows of ``V``, then its ``z``.
+
+    That is ``[K, K]`` in degree 2, and a number a row in degree 4.
+    """
+    if deg == 4:
+        return state_size(K, 4) * (V + 1)
     blocks = K // 16
     return blocks * (blocks + 1) // 2 * 256 * V + K * K
 
@@ -155,3 +160,73 @@ def antisymmetric(s: Tensor, z: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """Return what ``to_kernel`` leaves out of a public state."""
     s_kept, z_kept = from_kernel(to_kernel(s, z, K, 1.0), K, s.shape[-1], 1.0)
     return s - s_kept, z - z_kept
+
+
+class QuarticMaps(NamedTuple):
+    """How kernel rows map to public ones, for degree 4.
+
+    Attributes:
+        row: The public row of each kernel row.
+        weight: Its weight.
+        tiles: The four blocks of each tile, int32.
+        orders: The orders in which they stand for the same products: the squared weight.
+    """
+
+    row: Tensor
+    weight: Tensor
+    tiles: Tensor
+    orders: Tensor
+
+
+@lru_cache(maxsize=8)
+def quartic_maps(K: int, device: torch.device) -> QuarticMaps:
+    """Return the maps between the public and the kernels' state, and the tiles."""
+    index, weight = (torch.from_numpy(x) for x in monomials(K, 4))
+    places = torch.tensor([(K // 4) ** m for m in (3, 2, 1, 0)] + [64, 16, 4, 1])
+    digits = torch.cat([index // 4 * 256, index % 4])
+    row = (digits * places[:, None]).sum(0).argsort()
+    first = row[::256]
+    maps = (
+        row,
+        weight[row].float(),
+        (index[:, first] // 4).T.contiguous().int(),
+        weight[first].square().float(),
+    )
+    return QuarticMaps(*(x.to(device) for x in maps))
+
+
+def to_quartic(s: Tensor, z: Tensor, K: int, unit: float) -> Tensor:
+    """Lay a public state of degree 4, or its gradient, out for the kernels."""
+    maps = quartic_maps(K, s.device)
+    s = s[..., maps.row, :].float() * (unit / maps.weight)[:, None]
+    z = z[..., maps.row].float() * (unit / maps.weight)
+    return torch.cat([s.flatten(-2), z], -1)
+
+
+def from_quartic(state: Tensor, K: int, V: int, unit: float) -> tuple[Tensor, Tensor]:
+    """Undo ``to_quartic``."""
+    maps = quartic_maps(K, state.device)
+    D = len(maps.row)
+    s, z = state.new_empty(*state.shape[:-1], D, V), state.new_empty(*state.shape[:-1], D)
+    s[..., maps.row, :] = state[..., : D * V].unflatten(-1, (D, V)) * (maps.weight / unit)[:, None]
+    z[..., maps.row] = state[..., D * V :] * (maps.weight / unit)
+    return s, z
+
+
+def multiplicities(K: int, V: int, deg: int, device: torch.device) -> Tensor:
+    """Return how often the number at each place of a kernel state counts in a product."""
+    if deg == 4:
+        orders = quartic_maps(K, device).weight.square()
+        return torch.cat([orders.repeat_interleave(V), orders])
+    squares = state_maps(K, device).weight.square().repeat_interleave(V)
+    return F.pad(squares, (0, K * K), value=1.0)
+
+
+def total_decay(log_g: Tensor | None, cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
+    """Return what is left of each initial state at the end: ``[N, H_kv, 1]``."""
+    if log_g is None:
+        return like.new_ones(1)
+    if cu_seqlens is None:
+        return log_g.sum(-1, keepdim=True).exp()
+    total = F.pad(log_g[0].double().cumsum(-1), (1, 0))[:, cu_seqlens.long()]
+    return total.diff().mT.exp().float()[..., None]

@@ -59,6 +59,7 @@ def problem(
     state=False,
     packed=None,
     dtype=torch.float32,
+    deg=2,
 ):
     """Random inputs, initial state and cotangents of the outputs, on the device."""
     q, k, v, log_g = draw(batch, heads, kv_heads, length, head_dim, value_dim, dtype)
@@ -72,7 +73,7 @@ def problem(
         log_g = torch.nn.functional.logsigmoid(log_g.exp().logit() + gate - 2)
     inputs = [q, k, v, None if gate is None else log_g]
     sequences = batch if packed is None else len(packed) - 1
-    shape = (sequences, kv_heads, state_size(head_dim, 2))
+    shape = (sequences, kv_heads, state_size(head_dim, deg))
     cotangents = [normal(*q.shape[:3], value_dim, dtype=dtype), None, None]
     if state:
         # Of many tokens, as a state is; the rest is what no query meets.
@@ -81,6 +82,7 @@ def problem(
                 normal(sequences, kv_heads, 50, n).double()
                 for n in (head_dim, head_dim, value_dim)
             ),
+            deg=deg,
             return_state=True,
             impl="reference",
         )
@@ -146,6 +148,22 @@ CASES = {
     "attention": ({}, 2, None),
     "chunks": ({}, 2, 32),
     "degree 4": ({"head_dim": 16}, 4, None),
+    "degree 4, chunks": (
+        {"kv_heads": 1, "head_dim": 16, "value_dim": 16, "length": 50},
+        4,
+        16,
+    ),
+    "degree 4, packed with states": (
+        {"heads": 1, "kv_heads": 1, "head_dim": 16, "value_dim": 16, "length": 36, "state": True}
+        | {"packed": [0, 0, 20, 36]},
+        4,
+        16,
+    ),
+    "degree 4, a state out of one chunk": (
+        {"heads": 1, "kv_heads": 1, "head_dim": 16, "length": 20, "state": True, "gate": None},
+        4,
+        None,
+    ),
     "degree 6, no gates": ({"head_dim": 16, "gate": None}, 6, None),
     "grouped heads, wide values": ({"heads": 4, "head_dim": 16, "length": 70}, 2, 48),
     "one key head, no gates": ({"kv_heads": 1, "value_dim": 16, "gate": None}, 2, 32),
@@ -166,7 +184,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_everything_against_the_reference(name, draw):
     sizes, deg, chunk_size = CASES[name]
-    (inputs, cotangents), cut = problem(draw, **sizes)
+    (inputs, cotangents), cut = problem(draw, **sizes, deg=deg)
     got = by_kernels(inputs, cotangents, cut, deg, chunk_size)
     off = errors(got, by_reference(inputs, cotangents, cut, deg))
     assert max(off.values()) < 1e-5, off
@@ -249,7 +267,7 @@ BUGS = {
 def plant(monkeypatch, directory, file, old, new):
     """Load the kernels with one line changed, and have them launched."""
     source = Path(kernels.__file__).parent
-    for name in ("tiles", "forward", "states", "backward", "step"):
+    for name in ("tiles", "forward", "states", "backward", "quartic", "step"):
         text = (source / f"{name}.py").read_text()
         if name == file:
             assert old in text
@@ -277,6 +295,27 @@ def test_a_planted_bug_shows(bug, draw, monkeypatch, tmp_path):
     assert {name for name in seen if off[name] < 1e-2} == set(), off
     if bug is None:
         assert max(off.values()) < 1e-5, off
+
+
+@here
+@planted
+@pytest.mark.parametrize(
+    ("old", "new", "seen"),
+    [
+        ("x_ab * tl.load(p_orders + tile)", "x_ab", ("out",)),
+        ("den += acc_z * b_f", "den += 0.9 * acc_z * b_f", ("out",)),
+        ("- b_delta[:, None] * b_z[None, :]", "", ("dq",)),
+        ("tl.load(p_tile + 3), M, K)", "tl.load(p_tile + 2), M, K)", ("dq", "dk")),
+        ("tl.sum(acc_k * b_k, 1) / 4", "tl.sum(acc_k * b_k, 1)", ("dlog_g",)),
+        ("b_dv += acc_v * b_f[:, None]", "b_dv += acc_v", ("dv",)),
+    ],
+)
+def test_a_bug_planted_in_degree_four_shows(old, new, seen, draw, monkeypatch, tmp_path):
+    plant(monkeypatch, tmp_path, "quartic", old, new)
+    (inputs, cotangents), cut = problem(draw, 1, 1, 1, 32, 16, 16, deg=4)
+    got = by_kernels(inputs, cotangents, cut, 4, 16)
+    off = errors(got, by_reference(inputs, cotangents, cut, 4))
+    assert {name for name in seen if off[name] < 1e-2} == set(), off
 
 
 def decoded(inputs, deg):
