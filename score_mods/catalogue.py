@@ -584,7 +584,7 @@ catalogue: tuple[Mechanism, ...] = (
         "log_linear",
         "operator",
         "weight s exp(c_i - c_j) times a number for the key's level; no denominator",
-        "absolute",
+        "token",
         (),
         "arXiv 2506.04761",
         "log_linear(0.7 ** torch.arange(15.0).expand(1, 4, T, 15))",

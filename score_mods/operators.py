@@ -149,18 +149,23 @@ def weighted_sum(
     return result.to(q.dtype)
 
 
-def log_linear(level_scales: Tensor, log_g: Tensor | None = None) -> Mod:
+def log_linear(
+    level_scales: Tensor, log_g: Tensor | None = None, positions: Tensor | None = None
+) -> Mod:
     """Weighs a key by its score, its level and the gates since: log-linear attention.
 
     s' = ln s + ln level_scales[b, h, q_idx, l] + c_(q_idx) - c_(kv_idx), c = cumsum(log_g), where
     l is the level of the key in the query's Fenwick tree: 0 for the query's own token, else the
-    place of the highest bit in which q_idx and kv_idx differ, counted from 1. Use it causally, and
+    place of the highest bit in which their positions differ, counted from 1. Use it causally, and
     with `weighted_sum(..., signed=True)`: the operator has no denominator, and weights of either
     sign.
 
     Args:
-        level_scales: positive, `(B, H, T, L)` with T <= 2^(L-1); B may be 1 for all. Learnable.
+        level_scales: positive, `(B, H, T, L)`, for positions below 2^(L-1); B may be 1 for all.
+            Learnable.
         log_g: logarithms of the gates, as in `forgetting_gate`, or None.
+        positions: of the tokens, integers, `(T,)`, starting again in every packed document; 0 to
+            T - 1 if not given.
 
     Returns:
         A score_mod for T positions; it returns `promote_types(score.dtype, float32)`.
@@ -174,16 +179,22 @@ def log_linear(level_scales: Tensor, log_g: Tensor | None = None) -> Mod:
     the naive form in github.com/fla-org/flash-linear-attention.
     """
     floating("level_scales", level_scales, "B", "H", "T", "L")
-    if level_scales.shape[2] > 2 ** (level_scales.shape[3] - 1):
+    batches, _, T, levels = level_scales.shape
+    if positions is not None and (positions.is_floating_point() or positions.shape != (T,)):
         raise ValueError(
-            "level_scales must have shape (B, H, T, L) with T <= 2^(L-1), "
-            f"got {(*level_scales.shape,)}"
+            f"positions must be integers of shape ({T},), "
+            f"got {positions.dtype} of shape {(*positions.shape,)}"
         )
-    batches, levels = level_scales.shape[0], level_scales.shape[3]
+    at = torch.arange(T, device=level_scales.device) if positions is None else positions
+    if not torch.compiler.is_compiling() and at.max() >= 2 ** (levels - 1):
+        raise ValueError(
+            "level_scales must have L with positions below 2^(L-1), "
+            f"got L = {levels} for a position of {at.max()}"
+        )
 
     def levels_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         dtype = torch.promote_types(score.dtype, torch.float32)
-        difference = q_idx ^ kv_idx
+        difference = at[q_idx] ^ at[kv_idx]
         level = difference * 0
         for bit in range(levels - 1):
             level = level + (difference >> bit > 0).to(level.dtype)

@@ -173,6 +173,27 @@ def test_log_linear_equals_the_walk_of_a_fenwick_tree(T):
     torch.testing.assert_close(last, out[:, :, -1:], rtol=0, atol=1e-12)
 
 
+def test_log_linear_packs():
+    T, parts = 23, (slice(0, 9), slice(9, 23))
+    q, k, v = qkv(T)
+    scales, log_g = torch.rand(1, H, T, 6, dtype=torch.float64), gates(T)
+    positions = torch.cat([torch.arange(9), torch.arange(14)])
+    mask = sm.and_masks(sm.causal, sm.document(torch.tensor([0] * 9 + [1] * 14)))
+    mod = sm.log_linear(scales, log_g, positions)
+    packed = sm.weighted_sum(q, k, v, mod, mask, signed=True, impl="dense")
+    apart = [
+        sm.weighted_sum(
+            *(x[:, :, part] for x in (q, k, v)),
+            sm.log_linear(scales[:, :, part], log_g[..., part]),
+            sm.causal,
+            signed=True,
+            impl="dense",
+        )
+        for part in parts
+    ]
+    torch.testing.assert_close(packed, torch.cat(apart, 2), rtol=0, atol=1e-12)
+
+
 def test_gradients_of_log_linear():
     q, k, v = (x.requires_grad_() for x in qkv(6))
     scales = (0.1 + torch.rand(1, H, 6, 4, dtype=torch.float64)).requires_grad_()
@@ -253,7 +274,12 @@ def test_inline_attention():
         (lambda: sm.power(0), ValueError, "deg must be at least 2"),
         (lambda: sm.power(2.0), TypeError, "deg must be an int"),
         (lambda: sm.power(2, torch.zeros(3)), ValueError, "log_g must have shape"),
-        (lambda: sm.log_linear(torch.ones(1, 2, 9, 4)), ValueError, r"T <= 2\^\(L-1\)"),
+        (lambda: sm.log_linear(torch.ones(1, 2, 9, 4)), ValueError, r"L = 4 for a position of 8"),
+        (
+            lambda: sm.log_linear(torch.ones(1, 2, 9, 5), positions=torch.ones(9)),
+            ValueError,
+            r"positions must be integers of shape \(9,\)",
+        ),
         (lambda: sm.log_linear(torch.ones(9, 5)), ValueError, "level_scales must have shape"),
         (lambda: sm.log_linear([1.0]), TypeError, "level_scales must be a floating tensor"),
         (lambda: sm.norm_attention(*qkv(3), eps=0), ValueError, "eps must be a positive number"),
