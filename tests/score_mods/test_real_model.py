@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import score_mods as sm
+from analysis.calibration import extend
 from analysis.huggingface import load, tokenise
 from score_mods.huggingface import patch_rotary, register
 
@@ -111,3 +112,18 @@ def test_left_padded_batch_equals_single_sequences(loaded, name):
         alone, alone_logits = decode(model, name, row)
         assert torch.equal(got[b, 40:], alone[0, row.shape[1] :])
         assert (got_logits[b] - alone_logits[0]).abs().max() < 5e-4
+
+
+def test_an_extended_model_decodes_as_in_the_full_pass(loaded):
+    model, tokenizer = loaded
+    before = logits(model, "sdpa", tokenise(tokenizer, PROMPT))
+    found = extend(model, 2, [tokenise(tokenizer, 512)], tau=10.0, name="extended", impl="dense")
+    try:
+        got, steps = decode(model, "extended", tokenise(tokenizer, PROMPT))
+        full = logits(model, "extended", got)
+    finally:
+        patch_rotary(model, sm.rope(64, model.config.rope_parameters["rope_theta"]))
+    assert (steps - full[:, PROMPT - 1 : -1]).abs().max() < 5e-4
+    assert torch.equal(full[:, PROMPT - 1 : -1].argmax(-1), got[:, PROMPT:])
+    assert (full[:, :PROMPT] - before).abs().max() > 1e-2
+    assert [len(heads) for heads in found.sigma] == [9] * 30
