@@ -8,8 +8,10 @@ head axis: FlexAttention before torch 2.14 cannot send a gradient to a 0-d tenso
 
 from __future__ import annotations
 
+import inspect
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -116,6 +118,52 @@ def is_mask_mod(mod: Callable[..., Any], name: str = "mod") -> bool:
     return count == 4
 
 
+def within(captured: Any) -> Iterator[Any]:
+    """A mod, the mods inside it, and every tensor they capture."""
+    yield captured
+    for item in _inside(captured):
+        yield from within(item)
+
+
+def _inside(captured: Any) -> Iterable[Any]:
+    if isinstance(captured, types.FunctionType):
+        return [cell.cell_contents for cell in captured.__closure__ or ()]
+    return captured if isinstance(captured, (tuple, list)) else ()
+
+
+def operands(mask_mod: Mod) -> tuple[Mod, ...]:
+    """The masks that torch's `and_masks` or `or_masks` made `mask_mod` of; none for another."""
+    if getattr(mask_mod, "__qualname__", "") not in (
+        "and_masks.<locals>.and_mask",
+        "or_masks.<locals>.or_mask",
+    ):
+        return ()
+    return tuple(inspect.getclosurevars(mask_mod).nonlocals.get("mask_mods", ()))
+
+
+def made_for(*mods: Mod) -> tuple[float, float, float]:
+    """The batch and the numbers of queries and keys that the tables of these mods reach to.
+
+    A mod that looks positions up in a table says so in its attribute `made_for`; other sizes are
+    infinite.
+    """
+    sizes = [(math.inf,) * 3]
+    for mod in mods:
+        sizes.append(getattr(mod, "made_for", None) or made_for(*operands(mod)))
+    batch, queries, keys = (min(column) for column in zip(*sizes, strict=True))
+    return batch, queries, keys
+
+
+def check_sizes(name: str, mod: Mod, batch: int, q_len: int, kv_len: int) -> None:
+    """Raise ValueError if a table that `mod` looks its positions up in is too short."""
+    reach = made_for(mod)
+    if batch > reach[0] or q_len > reach[1] or kv_len > reach[2]:
+        raise ValueError(
+            f"{name} must reach to a batch of {batch}, {q_len} queries and {kv_len} keys, "
+            f"got one made for {', '.join(map(str, reach))}"
+        )
+
+
 _moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -162,9 +210,8 @@ def to_device(mod: F, device: torch.device | str) -> F:
     """
     if torch.compiler.is_compiling():
         return mod
-    device = torch.empty(
-        0, device=device
-    ).device  # "cuda" names the current GPU, whose tensors say "cuda:0"
+    # "cuda" names the current GPU, whose tensors say "cuda:0".
+    device = torch.empty(0, device=device).device
     cells = mod.__closure__ or ()
     contents = [cell.cell_contents for cell in cells]
     moved = [_on(content, device) for content in contents]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from score_mods._captured import Mod, is_mask_mod, to_device
-from score_mods.dense import dense_attention
+from score_mods._captured import Mod, to_device, within
+from score_mods.dense import check, dense_attention
 from score_mods.kernel_options import flash_obstacle, kernel_options
 from score_mods.masks import causal, create_block_mask
 
@@ -22,58 +22,6 @@ _GRAPHS = 1024
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     return torch.compile(flex_attention, fullgraph=True)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Mod | None,
-    mask_mod: Mod | BlockMask | None,
-    enable_gqa: bool,
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating, got {x.dtype}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape (B, H, T, D), got {tuple(x.shape)}")
-        if 0 in x.shape:
-            raise ValueError(f"{name} must have no empty axis, got {tuple(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, "
-                f"got {x.dtype} on {x.device}"
-            )
-    B, H, T_q, D = q.shape
-    if k.shape[0] != B or k.shape[3] != D:
-        raise ValueError(f"k must have shape ({B}, H_kv, T, {D}) to fit q, got {tuple(k.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v must have shape ({B}, {k.shape[1]}, {k.shape[2]}, D_v) to fit k, "
-            f"got {tuple(v.shape)}"
-        )
-    if k.shape[1] != H and not enable_gqa:
-        raise ValueError(f"k must have q's {H} heads unless enable_gqa=True, got {k.shape[1]}")
-    if H % k.shape[1]:
-        raise ValueError(f"q's heads must be a multiple of k's, got {H} and {k.shape[1]}")
-    if score_mod is not None:
-        if is_mask_mod(score_mod, "score_mod"):
-            raise TypeError(
-                "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
-            )
-        heads = getattr(score_mod, "num_heads", None)
-        if heads not in (None, H):
-            raise ValueError(f"score_mod has parameters for {heads} heads, q has {H}")
-    if isinstance(mask_mod, BlockMask):
-        if mask_mod.seq_lengths != (T_q, k.shape[2]):
-            raise ValueError(
-                f"mask_mod must be for the lengths {(T_q, k.shape[2])}, "
-                f"got a BlockMask for {mask_mod.seq_lengths}"
-            )
-    elif mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
-        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
 
 
 def _kernel_options(
@@ -157,7 +105,7 @@ def attention(
         raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
     if backend not in ("auto", "triton", "flash"):
         raise ValueError(f'backend must be "auto", "triton" or "flash", got {backend!r}')
-    _check(q, k, v, score_mod, mask_mod, enable_gqa)
+    check(q, k, v, score_mod, mask_mod, scale, enable_gqa)
     if impl == "dense":
         dense_mask = mask_mod.mask_mod if isinstance(mask_mod, BlockMask) else mask_mod
         return dense_attention(q, k, v, score_mod, dense_mask, scale=scale, return_lse=return_lse)
@@ -167,7 +115,9 @@ def attention(
     if q.device.type == "cpu":
         if return_lse:
             raise ValueError('compiled FlexAttention gives no lse on a CPU; use impl="dense"')
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        learnable = () if torch.compiler.is_compiling() else within(score_mod)
+        tensors = (x for x in (q, k, v, *learnable) if isinstance(x, Tensor))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise ValueError(
                 'FlexAttention has no backward on a CPU; use impl="dense", or torch.no_grad()'
             )

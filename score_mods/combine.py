@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, described, is_mask_mod
+from score_mods._captured import Mod, described, is_mask_mod, made_for
 from score_mods._checks import integer
 from score_mods.catalogue import stages
+from score_mods.masks import bounds_of
 
 AnyMod = TypeVar("AnyMod", bound=Mod)
 
@@ -65,6 +67,7 @@ def compose(*score_mods: Mod, check_order: bool = True) -> Mod:
             score = mod(score, b, h, q_idx, kv_idx)
         return score
 
+    composed_mod.made_for = made_for(*score_mods)  # type: ignore[attr-defined]
     name = " then ".join(getattr(mod, "__name__", "score_mod") for mod in score_mods)
     return described(composed_mod, name or "identity", *score_mods)
 
@@ -143,8 +146,7 @@ def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0
     # (see masks.py).
     if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
         offset_mask_mod.block_bounds = _any_block  # type: ignore[attr-defined]
-    elif hasattr(mod, "block_bounds"):
-        bounds = mod.block_bounds
+    elif (bounds := bounds_of(mod)) is not None:
 
         def shifted_bounds(b, h, q_lo, q_hi, kv_lo, kv_hi):  # type: ignore[no-untyped-def]
             return bounds(
@@ -176,18 +178,21 @@ def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None
         A mod of the same kind.
 
     Raises:
-        TypeError: if `mod` is neither kind, or a table is no integer tensor.
+        TypeError: if `mod` is neither kind, or a table is no int32 or int64 tensor.
         ValueError: if a table has not one or two axes.
     """
     kv_table = q_positions if kv_positions is None else kv_positions
     for name, table in (("q_positions", q_positions), ("kv_positions", kv_table)):
-        if not isinstance(table, Tensor) or table.is_floating_point():
+        if not isinstance(table, Tensor) or table.dtype not in (torch.int64, torch.int32):
             raise TypeError(
-                f"{name} must be an integer tensor, "
+                f"{name} must be an int32 or int64 tensor, "
                 f"got {getattr(table, 'dtype', type(table).__name__)}"
             )
         if table.ndim not in (1, 2):
             raise ValueError(f"{name} must have shape (T,) or (B, T), got {tuple(table.shape)}")
+
+    batch = min((len(x) for x in (q_positions, kv_table) if x.ndim == 2), default=math.inf)
+    reach = (batch, q_positions.shape[-1], kv_table.shape[-1])
 
     def at(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
         return (table[index] if table.ndim == 1 else table[b, index]).to(index.dtype)
@@ -197,6 +202,7 @@ def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None
         def positioned_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return mod(b, h, at(q_positions, b, q_idx), at(kv_table, b, kv_idx))
 
+        positioned_mask_mod.made_for = reach  # type: ignore[attr-defined]
         return described(positioned_mask_mod, getattr(mod, "__name__", "mask_mod"))  # type: ignore[return-value]
 
     def positioned_score_mod(
@@ -204,6 +210,7 @@ def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None
     ) -> Tensor:
         return mod(score, b, h, at(q_positions, b, q_idx), at(kv_table, b, kv_idx))
 
+    positioned_score_mod.made_for = reach  # type: ignore[attr-defined]
     return described(positioned_score_mod, getattr(mod, "__name__", "score_mod"), mod)  # type: ignore[return-value]
 
 
@@ -235,6 +242,7 @@ def exempt_keys(score_mod: Mod, n: int) -> Mod:
         changed = score_mod(score, b, h, q_idx, kv_idx)
         return torch.where(kv_idx < count, score.to(changed.dtype), changed)
 
+    exempt_keys_mod.made_for = made_for(score_mod)  # type: ignore[attr-defined]
     described(exempt_keys_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)
     exempt_keys_mod.parts += ("exempt_keys",)  # type: ignore[attr-defined]
     return exempt_keys_mod

@@ -4,8 +4,71 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from score_mods._captured import Mod, to_device
+from score_mods._captured import Mod, check_sizes, is_mask_mod, to_device
+from score_mods._checks import number
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None,
+    mask_mod: Mod | BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+) -> None:
+    """Raise TypeError or ValueError unless the arguments of attention fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating, got {x.dtype}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape (B, H, T, D), got {tuple(x.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have no empty axis, got {tuple(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must have q's dtype and device, {q.dtype} on {q.device}, "
+                f"got {x.dtype} on {x.device}"
+            )
+    B, H, T_q, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k must have shape ({B}, H_kv, T, {D}) to fit q, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v must have shape ({B}, {k.shape[1]}, {k.shape[2]}, D_v) to fit k, "
+            f"got {tuple(v.shape)}"
+        )
+    if k.shape[1] != H and not enable_gqa:
+        raise ValueError(f"k must have q's {H} heads unless enable_gqa=True, got {k.shape[1]}")
+    if H % k.shape[1]:
+        raise ValueError(f"q's heads must be a multiple of k's, got {H} and {k.shape[1]}")
+    if score_mod is not None:
+        if is_mask_mod(score_mod, "score_mod"):
+            raise TypeError(
+                "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
+            )
+        heads = getattr(score_mod, "num_heads", None)
+        if heads not in (None, H):
+            raise ValueError(f"score_mod has parameters for {heads} heads, q has {H}")
+    if isinstance(mask_mod, BlockMask):
+        if mask_mod.seq_lengths != (T_q, k.shape[2]):
+            raise ValueError(
+                f"mask_mod must be for the lengths {(T_q, k.shape[2])}, "
+                f"got a BlockMask for {mask_mod.seq_lengths}"
+            )
+    elif mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
+        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+    if torch.compiler.is_compiling():  # closures and symbolic numbers are not to be looked into
+        return
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None and not isinstance(mod, BlockMask):
+            check_sizes(name, mod, B, T_q, k.shape[2])
+    if scale is not None:
+        number("scale", scale)
 
 
 def dense_attention(
@@ -38,7 +101,12 @@ def dense_attention(
         `(B, H, T_q, D_v)` in the dtype of q; with `return_lse`, also the natural log of each row's
         sum, `(B, H, T_q)`, in the dtype of the computation. A row that sees no key gives 0 and
         -inf.
+
+    Raises:
+        TypeError: if an argument has the wrong type, or a mod the wrong number of arguments.
+        ValueError: if shapes, dtypes, devices or lengths do not fit.
     """
+    check(q, k, v, score_mod, mask_mod, scale, enable_gqa=True)
     B, H, T_q, D = q.shape
     groups, T = H // k.shape[1], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -58,9 +126,7 @@ def dense_attention(
         score = torch.where(to_device(mask_mod, q.device)(*index), score, -torch.inf)
 
     # Shift by the row's maximum, or by 0 where there is none, so that nothing is ever inf - inf.
-    top = (
-        score.detach().amax(-1, keepdim=True) if T else score.new_full((B, H, T_q, 1), -torch.inf)
-    )
+    top = score.detach().amax(-1, keepdim=True)
     top = torch.where(top.isneginf(), 0, top)
     weight = torch.exp(score - top)
     total = weight.sum(-1, keepdim=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,4 +45,6 @@ def forgetting_gate(log_g: Tensor) -> Mod:
         decay = at_query[b, h, q_idx] - at_key[b, h, kv_idx]
         return score + decay.to(torch.promote_types(score.dtype, torch.float32))
 
+    batch, _, length = log_g.shape
+    forgetting_gate_mod.made_for = (math.inf if one_batch else batch, length, length)  # type: ignore[attr-defined]
     return described(forgetting_gate_mod, "forgetting_gate", at_query)

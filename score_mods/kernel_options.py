@@ -8,15 +8,13 @@ out of them into memory: smaller tiles are up to five times as fast.
 from __future__ import annotations
 
 import importlib.util
-import types
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod
+from score_mods._captured import Mod, within
 
 # Fastest of about ten tiles on an H200 (torch 2.11), forward and backward apart; see
 # benchmarks/RESULTS.md. For each head size: (BLOCK_M, BLOCK_N, num_warps, num_stages) and
@@ -82,7 +80,6 @@ def kernel_options(
     return options
 
 
-@torch.compiler.assume_constant_result
 def _is_hopper(device: torch.device | str) -> bool:
     return (
         torch.device(device).type == "cuda"
@@ -90,6 +87,10 @@ def _is_hopper(device: torch.device | str) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) == (9, 0)
     )
+
+
+# As torch.compiler.assume_constant_result does, which would import the whole compiler here.
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
@@ -100,23 +101,13 @@ def _flash_is_installed() -> bool:
         return False
 
 
-def _within(captured: Any) -> Iterator[Any]:
-    """A score_mod, the mods inside it, and every tensor they capture."""
-    yield captured
-    inside = captured if isinstance(captured, (tuple, list)) else ()
-    if isinstance(captured, types.FunctionType):
-        inside = [cell.cell_contents for cell in captured.__closure__ or ()]
-    for item in inside:
-        yield from _within(item)
-
-
 def flash_obstacle(q: Tensor, score_mod: Mod | None) -> str | None:
     """Why FlexAttention's FLASH backend cannot take these queries and this score_mod, or None."""
     if not _flash_is_installed():
         return "flash-attn-4 cannot be imported (flash_attn.cute)"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16 on a GPU, got {q.dtype} on {q.device}"
-    parts = list(_within(score_mod))
+    parts = list(within(score_mod))
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "it gives no gradient to what a score_mod captures"
     if any(getattr(part, "needs_triton", False) for part in parts):

@@ -12,7 +12,7 @@ time.
 from __future__ import annotations
 
 import copy
-import inspect
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ from attn_gym.masks import generate_prefix_lm_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 
-from score_mods._captured import Mod, described, is_mask_mod, to_device
+from score_mods._captured import Mod, check_sizes, described, is_mask_mod, operands, to_device
 from score_mods._checks import integer
 
 __all__ = [
@@ -153,6 +153,8 @@ def document(document_ids: Tensor) -> Mod:
         return some, (q_first == kv_last) & (kv_first == q_last)
 
     document_mask.block_bounds = bounds  # type: ignore[attr-defined]
+    length = ids.shape[-1]
+    document_mask.made_for = (len(ids) if ids.ndim == 2 else math.inf, length, length)  # type: ignore[attr-defined]
     return described(document_mask, "document")
 
 
@@ -161,14 +163,10 @@ def bounds_of(mask_mod: Mod) -> Bounds | None:
     own = getattr(mask_mod, "block_bounds", None)
     if own is not None:
         return own
-    qualname = getattr(mask_mod, "__qualname__", "")
-    if qualname not in ("and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"):
-        return None
-    mask_mods = inspect.getclosurevars(mask_mod).nonlocals.get("mask_mods", ())
-    parts = [bounds_of(part) for part in mask_mods]
+    parts = [bounds_of(part) for part in operands(mask_mod)]
     if not parts or None in parts:
         return None
-    join = torch.logical_and if qualname.startswith("and") else torch.logical_or
+    join = torch.logical_and if mask_mod.__qualname__.startswith("and_") else torch.logical_or
 
     def joined(*block: Tensor) -> tuple[Tensor, Tensor]:
         some, every = parts[0](*block)  # type: ignore[misc]
@@ -283,26 +281,24 @@ def create_block_mask(
         A BlockMask.
 
     Raises:
-        TypeError: if `mask_mod` is no mask_mod.
-        ValueError: if a size is below 1.
+        TypeError: if `mask_mod` is no mask_mod, or a size no int.
+        ValueError: if a size is below 1, or the mask was made for fewer positions.
     """
     if not is_mask_mod(mask_mod, "mask_mod"):
         raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
-    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    sizes = {
-        "B": B or 1,
-        "H": H or 1,
-        "Q_LEN": Q_LEN,
-        "KV_LEN": KV_LEN,
-        "BLOCK_SIZE": min(block_size),
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(block_size) != 2:
+        raise ValueError(f"BLOCK_SIZE must be an int or (queries, keys), got {BLOCK_SIZE}")
+    B, H = (1 if n is None else n for n in (B, H))
+    if not torch.compiler.is_compiling():
+        sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+        for name, size in [*sizes.items(), *(("BLOCK_SIZE", size) for size in block_size)]:
+            integer(name, size)
+        check_sizes("mask_mod", mask_mod, B, Q_LEN, KV_LEN)
     device = torch.empty(0, device=device).device
     if torch.compiler.is_compiling():
-        return _build(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, block_size)
-    cached = _build_cached(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, device, block_size)
+        return _build(mask_mod, B, H, Q_LEN, KV_LEN, device, block_size)
+    cached = _build_cached(mask_mod, B, H, Q_LEN, KV_LEN, device, block_size)
     block_mask = copy.copy(cached)
     block_mask.mask_mod = to_device(mask_mod, device)
     return block_mask

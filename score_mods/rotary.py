@@ -66,8 +66,13 @@ class Rotary:
             float32)`.
 
         Raises:
+            TypeError: if x is no floating tensor or positions no tensor.
             ValueError: if x has not four axes or too few channels, or positions do not fit.
         """
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
+        if positions is not None and not isinstance(positions, Tensor):
+            raise TypeError(f"positions must be a tensor or None, got {type(positions).__name__}")
         rotated = 2 * self.frequencies.shape[0]
         if x.ndim != 4 or x.shape[-1] < rotated:
             raise ValueError(

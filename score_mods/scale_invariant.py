@@ -47,6 +47,8 @@ which for d = 1 are the paper's alpha tau ln Delta (causal) and twice that (bidi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +56,7 @@ from torch import Tensor
 from score_mods._captured import Mod, at_head, described, parameter
 from score_mods._checks import integer
 from score_mods.fast import (
+    Constants,
     fast_constants,
     fast_mod,
     grid_axes,
@@ -61,6 +64,9 @@ from score_mods.fast import (
     has_fast_form,
     wants_instructions,
 )
+
+# tau, sigma, mu, and alpha and beta or None for those that follow sigma: (), or (H,).
+Law: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def _law(
@@ -70,30 +76,53 @@ def _law(
     sigma: float | Tensor,
     mu: float | Tensor,
     ndim: int,
-) -> tuple[Tensor, ...]:
-    """The constants of the law, checked: tau, sigma, mu, A_0² and m_0."""
+) -> Law:
+    """The parameters to capture, checked."""
     integer("ndim", ndim)
-    tau = parameter("tau", tau, positive=True)
-    variance = parameter("sigma", sigma, positive=True) ** 2
-    log_alpha = variance / 2 if alpha is None else parameter("alpha", alpha, positive=True).log()
-    ratio = variance if beta is None else parameter("beta", beta) * torch.exp(-log_alpha)
-    a0_squared = 2 * (ratio - log_alpha)
+    law = (
+        parameter("tau", tau, positive=True),
+        parameter("sigma", sigma, positive=True),
+        parameter("mu", mu),
+        None if alpha is None else parameter("alpha", alpha, positive=True),
+        None if beta is None else parameter("beta", beta),
+    )
     given = alpha is not None or beta is not None
-    if given and not torch.compiler.is_compiling() and a0_squared.min() <= 0:
+    if given and not torch.compiler.is_compiling() and _boundary(law)[0].min() <= 0:
         raise ValueError(
-            "beta must be above alpha * log(alpha), so that a_t is above 0 at distance 0, "
-            f"got alpha={alpha}, beta={beta}, sigma={sigma}"
+            "beta must be above alpha * log(alpha), so that a_t is above 0 at distance 0, got "
+            f"alpha={'exp(sigma²/2)' if alpha is None else alpha}, "
+            f"beta={'sigma² alpha' if beta is None else beta}, sigma={sigma}"
         )
-    m0 = 2 * log_alpha - ratio
-    return tau, parameter("sigma", sigma, positive=True), parameter("mu", mu), a0_squared, m0
+    return law
 
 
-def _affine(
-    ndim: int, t: Tensor, tau: Tensor, sigma: Tensor, mu: Tensor, a0_squared: Tensor, m0: Tensor
-) -> tuple[Tensor, Tensor]:
+def _boundary(law: Law) -> tuple[Tensor, Tensor]:
+    """A_0² and m_0."""
+    _, sigma, _, alpha, beta = law
+    log_alpha = sigma.square() / 2 if alpha is None else alpha.log()
+    ratio = sigma.square() if beta is None else beta * torch.exp(-log_alpha)
+    return 2 * (ratio - log_alpha), 2 * log_alpha - ratio
+
+
+def _affine(ndim: int, t: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    """a_t and m_t at distances t."""
+    tau, sigma, mu, _, _ = law
+    a0_squared, m0 = _boundary(law)
     growth = 2 * ndim * torch.log1p(t / tau)
     a_t = torch.sqrt(a0_squared + growth) / sigma
     return a_t, m0 - growth + mu * (1 - a_t)
+
+
+def _fast(ndim: int, law: Law) -> Constants | None:
+    """What the fast form captures, or None where the exact form has to do."""
+    if any(x is not None and x.requires_grad for x in law):
+        return None
+    constants = (*law[:3], *_boundary(law))
+    return fast_constants(ndim, *constants) if has_fast_form(ndim, *constants) else None
+
+
+def _each(law: Law, change: Callable[[Tensor], Tensor]) -> Law:
+    return cast(Law, tuple(None if x is None else change(x) for x in law))
 
 
 def scale_invariant_affine(
@@ -113,9 +142,9 @@ def scale_invariant_affine(
         a_t = sqrt(1 + 2 ndim ln(x) / sigma²),    m_t = -2 ndim ln(x) + mu (1 - a_t).
 
     Args:
-        t: distances in tokens, at least 0, any shape.
+        t: distances in tokens, any shape; of a negative one the absolute value.
         tau: scale below which nothing changes much, in tokens, positive. It, `sigma` and the rest
-            are numbers or tensors that broadcast with `t`.
+            are numbers, or tensors of shape `(H,)` that broadcast with the last axis of `t`.
         alpha: E[exp L_t] at t = 0, positive; exp(sigma²/2) if not given.
         beta: E[L_t exp L_t] at t = 0; sigma² alpha if not given. Must be above alpha log alpha.
         sigma: standard deviation of the base logits, positive.
@@ -123,7 +152,8 @@ def scale_invariant_affine(
         ndim: dimension d of the grid that the tokens lie on.
 
     Returns:
-        `(a_t, m_t)`, in the dtype of `t` (float32 if that is an integer or half-precision dtype).
+        `(a_t, m_t)` in the dtype of `t` (float32 if that is an integer dtype), computed in
+        `promote_types(t.dtype, float32)`.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -138,9 +168,12 @@ def scale_invariant_affine(
     """
     if not isinstance(t, Tensor):
         raise TypeError(f"t must be a tensor, got {type(t).__name__}")
-    constants = _law(tau, alpha, beta, sigma, mu, ndim)
+    law = _law(tau, alpha, beta, sigma, mu, ndim)
     dtype = torch.promote_types(t.dtype, torch.float32)
-    return _affine(ndim, t.to(dtype), *(c.to(t.device, dtype) for c in constants))
+    law = _each(law, lambda x: x.to(t.device, dtype))
+    a_t, m_t = _affine(ndim, t.abs().to(dtype), law)
+    result = t.dtype if t.is_floating_point() else dtype
+    return a_t.to(result), m_t.to(result)
 
 
 def scale_invariant(
@@ -169,7 +202,8 @@ def scale_invariant(
     Args:
         tau: scale below which nothing changes much, in tokens, positive. A number, or a tensor of
             shape `(H,)` (or `(1,)` for all heads), learnable if it requires grad; its positivity
-            is then the caller's business.
+            is then the caller's business. Make the mod anew when you change a tensor that does
+            not require grad: the fast form has its constants from it.
         alpha: E[exp L_t] at t = 0, positive; exp(sigma²/2) if not given.
         beta: E[L_t exp L_t] at t = 0; sigma² alpha if not given. Must be above alpha log alpha.
         sigma: standard deviation of the base logits, positive; number or tensor as `tau`.
@@ -187,8 +221,8 @@ def scale_invariant(
 
     Reference: Anson, Wang & Aitchison, "Scale-invariant attention", arXiv 2505.17083, equation 16.
     """
-    constants = _law(tau, alpha, beta, sigma, mu, ndim)
-    fast = fast_constants(ndim, *constants) if has_fast_form(ndim, *constants) else None
+    law = _law(tau, alpha, beta, sigma, mu, ndim)
+    fast = _fast(ndim, law)
 
     def scale_invariant_mod(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -197,11 +231,11 @@ def scale_invariant(
             return fast_mod(fast, score, h, (q_idx - kv_idx).float().abs())
         dtype = torch.promote_types(score.dtype, torch.float32)
         t = (q_idx - kv_idx).abs().to(dtype)
-        a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
+        a_t, m_t = _affine(ndim, t, _each(law, lambda x: at_head(x, h, dtype)))
         return a_t * score + m_t
 
     scale_invariant_mod.needs_triton = fast is not None  # type: ignore[attr-defined]
-    return described(scale_invariant_mod, "scale_invariant", *constants)
+    return described(scale_invariant_mod, "scale_invariant", *(x for x in law if x is not None))
 
 
 def scale_invariant_grid(
@@ -238,12 +272,11 @@ def scale_invariant_grid(
             f"shape must have at least one axis and extents of at least 1, got {shape}"
         )
     ndim = len(shape)
-    constants = _law(tau, alpha, beta, sigma, mu, ndim)
+    law = _law(tau, alpha, beta, sigma, mu, ndim)
     extents = [torch.tensor(extent) for extent in shape]
     strides = [torch.tensor(math.prod(shape[axis + 1 :])) for axis in range(ndim)]
     axes = grid_axes(shape)
-    use_fast = math.prod(shape) <= 2**22 and has_fast_form(ndim, *constants)
-    fast = fast_constants(ndim, *constants) if use_fast else None
+    fast = _fast(ndim, law) if math.prod(shape) <= 2**22 else None
 
     def scale_invariant_grid_mod(
         score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -256,8 +289,11 @@ def scale_invariant_grid(
             difference = (q_idx // stride) % extent - (kv_idx // stride) % extent
             squares.append(difference.to(dtype).square())
         t = torch.sqrt(sum(squares[1:], squares[0]))
-        a_t, m_t = _affine(ndim, t, *(at_head(c, h, dtype) for c in constants))
+        a_t, m_t = _affine(ndim, t, _each(law, lambda x: at_head(x, h, dtype)))
         return a_t * score + m_t
 
-    scale_invariant_grid_mod.needs_triton = use_fast  # type: ignore[attr-defined]
-    return described(scale_invariant_grid_mod, "scale_invariant_grid", *constants)
+    scale_invariant_grid_mod.needs_triton = fast is not None  # type: ignore[attr-defined]
+    scale_invariant_grid_mod.made_for = (math.inf, math.prod(shape), math.prod(shape))  # type: ignore[attr-defined]
+    return described(
+        scale_invariant_grid_mod, "scale_invariant_grid", *(x for x in law if x is not None)
+    )

@@ -225,6 +225,31 @@ def bad(name, error, message, **changes):
             r"lengths \(8, 8\)",
             mask_mod=sm.create_block_mask(sm.causal, 1, 1, 9, 8),
         ),
+        bad("scale", ValueError, "scale must be a number", scale=float("nan")),
+        bad("scale's type", TypeError, "scale must be a number", scale=torch.tensor(0.3)),
+        bad("documents", ValueError, "8 queries", mask_mod=sm.document(torch.zeros(7).int())),
+        bad(
+            "documents of a batch",
+            ValueError,
+            "a batch of 2",
+            mask_mod=sm.and_masks(sm.causal, sm.document(torch.zeros(1, 8).int())),
+            **{name: torch.zeros(2, 2, 8, 16) for name in "qkv"},
+        ),
+        bad(
+            "positions",
+            ValueError,
+            "8 keys",
+            score_mod=sm.exempt_keys(
+                sm.compose(sm.with_positions(sm.alibi(2), torch.arange(8), torch.arange(5))), 1
+            ),
+        ),
+        bad("grid", ValueError, "made for", score_mod=sm.scale_invariant_grid((2, 2))),
+        bad(
+            "learnable",
+            ValueError,
+            'no backward on a CPU; use impl="dense"',
+            score_mod=sm.compose(sm.scale_invariant(torch.ones(2, requires_grad=True))),
+        ),
         bad("impl", ValueError, "impl must be", impl="fast"),
         bad("lse", ValueError, 'no lse on a CPU; use impl="dense"', return_lse=True),
         bad(
@@ -245,3 +270,19 @@ def test_bad_arguments_are_named(changes, error, message):
     arguments = {name: torch.zeros(1, 2, 8, 16) for name in "qkv"} | changes
     with pytest.raises(error, match=message):
         sm.attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k": torch.zeros(2, 2, 8, 16)}, ValueError, "k must have shape"),
+        ({"score_mod": sm.alibi(3)}, ValueError, "parameters for 3 heads"),
+        ({"mask_mod": sm.document(torch.zeros(7).int())}, ValueError, "8 queries"),
+        ({"score_mod": sm.causal}, TypeError, "score_mod must be a score_mod"),
+        ({"scale": "1"}, TypeError, "scale"),
+    ],
+)
+def test_the_dense_form_names_bad_arguments_too(changes, error, message):
+    arguments = {name: torch.zeros(1, 2, 8, 16) for name in "qkv"} | changes
+    with pytest.raises(error, match=message):
+        sm.dense_attention(**arguments)

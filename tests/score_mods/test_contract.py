@@ -244,3 +244,26 @@ def test_defaults_leave_the_score_at_distance_zero():
 def test_bad_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["tau", "sigma", "mu", "alpha", "beta"])
+def test_parameters_stay_live(name):
+    """A mod is used again after a step of its parameter: two backward passes, new values."""
+    value = torch.full((2,), 1.3, dtype=torch.float64, requires_grad=True)
+    mod = sm.scale_invariant(**{name: value})
+    q, k, v = qkv(6, heads=2)
+    for _ in range(2):
+        sm.dense_attention(q, k, v, mod, sm.causal).square().sum().backward()
+        with torch.no_grad():
+            value.mul_(1.2)
+    fresh = sm.scale_invariant(**{name: value.detach().clone()})
+    expected = sm.dense_attention(q, k, v, fresh, sm.causal)
+    torch.testing.assert_close(sm.dense_attention(q, k, v, mod, sm.causal), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_affine_keeps_the_dtype_of_the_distance(dtype):
+    a_t, m_t = sm.scale_invariant_affine(torch.tensor([0.0, 7.0, -7.0], dtype=dtype))
+    assert a_t.dtype == m_t.dtype == dtype
+    assert a_t[1] == a_t[2]
+    assert sm.scale_invariant_affine(torch.tensor([7]))[0].dtype == torch.float32

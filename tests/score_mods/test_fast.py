@@ -7,7 +7,7 @@ import torch
 
 import score_mods as sm
 from score_mods import fast
-from score_mods.scale_invariant import _law
+from score_mods.scale_invariant import _boundary, _law
 
 U = 2.0**-24
 LAWS = [
@@ -23,7 +23,8 @@ LAWS = [
 
 
 def law(tau=10.0, alpha=None, beta=None, sigma=1.0, mu=0.0, ndim=1):
-    return ndim, *_law(tau, alpha, beta, sigma, mu, ndim)
+    parameters = _law(tau, alpha, beta, sigma, mu, ndim)
+    return ndim, *parameters[:3], *_boundary(parameters)
 
 
 def changed(constants, score, t, h=0):

@@ -223,6 +223,15 @@ def test_long_sequences_need_no_square_tensor(mask):
     assert blocks == (1024 * 1025 // 2 if mask is sm.causal else 33 * 1024 - 32 * 33 // 2)
 
 
+def test_an_offset_keeps_the_closed_form_of_combined_masks():
+    """16,384 queries at the end of 131,072 keys, by corners alone: quick, and right in number."""
+    mask = sm.with_offset(sm.and_masks(sm.causal, sm.sliding_window(1024)), 131072 - 16384)
+    assert hasattr(mask, "block_bounds")
+    block_mask = sm.create_block_mask(mask, None, None, 16384, 131072)
+    assert (block_mask.kv_num_blocks == 2).all()
+    assert (block_mask.full_kv_num_blocks == 7).all()
+
+
 def test_blocks_are_cached_and_the_mask_is_not():
     offset = torch.tensor(3)
     mask = sm.with_offset(sm.causal, offset)

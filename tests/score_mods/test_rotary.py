@@ -215,6 +215,8 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.resonance_rope(8), TypeError, "rotary must be a Rotary, got int"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 8)), ValueError, "x must have shape"),
         (lambda: sm.rope(16)(torch.zeros(1, 2, 3, 8)), ValueError, "D >= 16"),
+        (lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8).int()), TypeError, "x must be a floating"),
+        (lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8), [0, 1, 2]), TypeError, "positions must be a"),
         (
             lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8), torch.arange(4)),
             ValueError,
