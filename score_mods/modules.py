@@ -17,12 +17,11 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._device import DeviceContext
 
-from score_mods._captured import Mod, is_mask_mod, to_device
+from score_mods._captured import Mod, is_mask_mod, to_device, within
 from score_mods._checks import integer, number
 from score_mods.attention import attention
 from score_mods.cache import KVCache
 from score_mods.combine import with_positions
-from score_mods.kernel_options import _within
 from score_mods.masks import causal
 from score_mods.rotary import Rotary
 from score_mods.sinks import attention_sink
@@ -132,7 +131,7 @@ class FlexSelfAttention(nn.Module):
         if not isinstance(score_mod, Learnable) and score_mod is not None:
             if is_mask_mod(score_mod, "score_mod"):
                 raise TypeError("score_mod must be a score_mod or a Learnable, got a mask_mod")
-            if any(isinstance(x, Tensor) and x.requires_grad for x in _within(score_mod)):
+            if any(isinstance(x, Tensor) and x.requires_grad for x in within(score_mod)):
                 raise ValueError(
                     "score_mod captures a tensor that requires grad and would be no parameter of "
                     "this module; use Learnable(factory, name=tensor)"
