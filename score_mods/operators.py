@@ -13,6 +13,8 @@ of the logarithm finite; a row of such scores alone gives zero, with zero gradie
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -201,6 +203,7 @@ def log_linear(
         row = b if batches > 1 else b * 0
         return score + level_scales[row, h, q_idx, level].to(dtype).log()
 
+    levels_mod.made_for = (batches if batches > 1 else math.inf, T, T)  # type: ignore[attr-defined]
     described(levels_mod, "levels").num_heads = level_scales.shape[1]  # type: ignore[attr-defined]
     return _gated(described(compose(linear(), levels_mod), "log_linear", levels_mod), log_g)
 

@@ -282,6 +282,11 @@ def test_inline_attention():
         ),
         (lambda: sm.log_linear(torch.ones(9, 5)), ValueError, "level_scales must have shape"),
         (lambda: sm.log_linear([1.0]), TypeError, "level_scales must be a floating tensor"),
+        (
+            lambda: sm.dense_attention(*qkv(9), sm.log_linear(torch.ones(1, 2, 8, 4))),
+            ValueError,
+            "score_mod must reach to a batch of 1, 9 queries",
+        ),
         (lambda: sm.norm_attention(*qkv(3), eps=0), ValueError, "eps must be a positive number"),
         (lambda: sm.norm_attention(*qkv(3, dtype=torch.float32)), ValueError, 'impl="dense"'),
         (lambda: sm.focused_features(torch.ones(3), -1), ValueError, "deg must be a positive"),
