@@ -191,7 +191,8 @@ def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None
         if table.ndim not in (1, 2):
             raise ValueError(f"{name} must have shape (T,) or (B, T), got {tuple(table.shape)}")
 
-    batch = min((len(x) for x in (q_positions, kv_table) if x.ndim == 2), default=math.inf)
+    rows = [x.shape[0] for x in (q_positions, kv_table) if x.ndim == 2]
+    batch = min(rows) if rows else math.inf  # min's default does not compile
     reach = (batch, q_positions.shape[-1], kv_table.shape[-1])
 
     def at(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
