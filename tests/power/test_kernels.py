@@ -148,13 +148,8 @@ CASES = {
     "attention": ({}, 2, None),
     "chunks": ({}, 2, 32),
     "degree 4": ({"head_dim": 16}, 4, None),
-    "degree 4, chunks": (
-        {"kv_heads": 1, "head_dim": 16, "value_dim": 16, "length": 50},
-        4,
-        16,
-    ),
     "degree 4, packed with states": (
-        {"heads": 1, "kv_heads": 1, "head_dim": 16, "value_dim": 16, "length": 36, "state": True}
+        {"kv_heads": 1, "head_dim": 16, "value_dim": 16, "length": 36, "state": True}
         | {"packed": [0, 0, 20, 36]},
         4,
         16,
@@ -303,11 +298,9 @@ def test_a_planted_bug_shows(bug, draw, monkeypatch, tmp_path):
     ("old", "new", "seen"),
     [
         ("x_ab * tl.load(p_orders + tile)", "x_ab", ("out",)),
-        ("den += acc_z * b_f", "den += 0.9 * acc_z * b_f", ("out",)),
         ("- b_delta[:, None] * b_z[None, :]", "", ("dq",)),
         ("tl.load(p_tile + 3), M, K)", "tl.load(p_tile + 2), M, K)", ("dq", "dk")),
         ("tl.sum(acc_k * b_k, 1) / 4", "tl.sum(acc_k * b_k, 1)", ("dlog_g",)),
-        ("b_dv += acc_v * b_f[:, None]", "b_dv += acc_v", ("dv",)),
     ],
 )
 def test_a_bug_planted_in_degree_four_shows(old, new, seen, draw, monkeypatch, tmp_path):
