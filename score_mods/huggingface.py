@@ -11,7 +11,7 @@ and in packed documents alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -42,12 +42,14 @@ class _Positions:
     Attributes:
         q_offset: position of the first query, an int or a 0-d tensor.
         kv_offset: position of the first key.
+        shift: both as 0-d tensors on the model's device.
         q_table, kv_table: positions of queries and keys, `(B, T)`, where there is padding.
         plain: whether the mask is nothing but causal.
     """
 
     q_offset: int | Tensor
     kv_offset: int
+    shift: tuple[Tensor, Tensor]
     q_table: Tensor | None
     kv_table: Tensor | None
     plain: bool
@@ -142,7 +144,7 @@ def register(
             if at.q_table is not None:
                 mod = with_positions(mod, at.q_table, at.kv_table)
             elif not at.plain:
-                mod = with_offset(mod, at.q_offset, at.kv_offset)
+                mod = with_offset(mod, *at.shift)
         options: dict[str, Any] = {
             "scale": scaling,
             "enable_gqa": True,
@@ -202,6 +204,10 @@ def _mask(
         raise ValueError("model has no causal attention: one of its layers attends both ways")
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache counts on in place before attention comes
+        q_shift = q_offset.to(device)
+    else:
+        q_shift = torch.full((), q_offset, device=device)
+    shift = q_shift, torch.full((), kv_offset, device=device)
     is_causal = mask_function is causal_mask_function
     mask_mod = causal if is_causal else mask_function
     if further is not None:
@@ -218,11 +224,12 @@ def _mask(
         mask_mod = and_masks(mask_mod, _real(real))
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     if not starts_at_zero:
-        mask_mod = with_offset(mask_mod, q_offset, kv_offset)
+        as_tensors = torch.compiler.is_compiling() or isinstance(q_offset, Tensor)
+        mask_mod = with_offset(mask_mod, *(shift if as_tensors else (q_offset, kv_offset)))
     rows = None if is_causal and further is None and q_table is None else batch_size
     block_mask = create_block_mask(mask_mod, rows, None, q_length, kv_length, device)
     plain = mask_mod is causal
-    block_mask.positions = _Positions(q_offset, kv_offset, q_table, kv_table, plain)  # type: ignore[attr-defined]
+    block_mask.positions = _Positions(q_offset, kv_offset, shift, q_table, kv_table, plain)  # type: ignore[attr-defined]
     return block_mask
 
 
@@ -252,7 +259,7 @@ def _positions(
     if position_ids is None or position_ids.ndim != 2:
         return at
     table = position_ids.expand(query.shape[0], -1)
-    return _Positions(at.q_offset, at.kv_offset, table, table, False)
+    return replace(at, q_table=table, kv_table=table)
 
 
 def _tables(at: _Positions, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import score_mods as sm
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
-from transformers.masking_utils import eager_mask  # noqa: E402
+from transformers.masking_utils import create_masks_for_generate, eager_mask  # noqa: E402
 
 from score_mods.huggingface import patch_rotary, register  # noqa: E402
 
@@ -407,3 +407,31 @@ def test_from_pretrained(tmp_path):
     with torch.no_grad():
         got = loaded(tokens).logits
     assert torch.equal(got, logits(model, "scale_invariant", tokens))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_decoding_in_a_static_cache_compiles_once():
+    """As generate() does it on a GPU: the mask is made outside the compiled model."""
+    model, tokens = llama().float(), sample(2, 14)
+    expected = logits(model, "scale_invariant", tokens)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    got = [logits(model, "scale_invariant", tokens[:, :7], past_key_values=cache)]
+    register("flex", LAWS["scale_invariant"][0])
+    model.set_attn_implementation("flex")
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    for t in range(7, 14):
+        mask = create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=torch.empty(2, 1, 0),
+            attention_mask=None,
+            cache=cache,
+            position_ids=None,
+        )
+        at = torch.full((2, 1), t)
+        out = compiled(tokens[:, [t]], attention_mask=mask, past_key_values=cache, position_ids=at)
+        got.append(out.logits)
+    assert (torch.cat(got, 1) - expected).abs().max() < 1e-4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
