@@ -56,7 +56,7 @@ def test_compiled_agrees_with_float64_for_more_than_eight_mods():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # torch warns so when it stops compiling
         for i, mod in enumerate(mods):
-            T = (257, 129, 63)[i % 3]
+            T = (257, 129, 63, 7, 1)[i % 5]
             mask = masks[i % 2] if T == 257 else sm.causal
             q, k, v = qkv(T)
             out = sm.attention(q, k, v, mod, mask)

@@ -83,8 +83,8 @@ def test_examples_of_the_catalogue_are_made_by_their_factories(name):
 
 
 @pytest.mark.parametrize(("mod", "pair"), FLAT)
-def test_equals_its_paper(mod, pair):
-    T = 61
+@pytest.mark.parametrize("T", [1, 7, 63])
+def test_equals_its_paper(mod, pair, T):
     heads = mod.num_heads or H
     q, k, v = qkv(T, heads=heads)
     s = (q @ k.mT / D**0.5).numpy()
