@@ -33,6 +33,7 @@ ScoreMod = Callable[..., Tensor]
 Moment = float | Tensor | Callable[[Tensor], Tensor]
 
 _NODES_CHUNK = 1 << 10  # distances at a time in quadrature
+_MOST_NODES = 370  # of more, the outermost weight underflows float64
 _PROBES = (-7.0, 1.0, 11.0)  # in deviations; their sum is not 0, or an odd function would pass
 
 
@@ -115,17 +116,19 @@ def predict(
         t: Distances `q_idx - kv_idx`, 1-D, integer, at least 0. The mod runs on its device.
         q_idx: Position of the query, for mods that look at it; by default the largest of `t`, the
             row that just sees that far.
-        head: The `h` the mod is given.
+        head: The `h` the mod is given, one of those it has parameters for.
         mu: Mean of the base logits: a number, one per distance, or a function of `t`.
         sigma: Their standard deviation, likewise; above 0.
-        nodes: Quadrature nodes where the mod is not affine.
+        nodes: Quadrature nodes where the mod is not affine, 1 to 370: the outermost weight of
+            more underflows.
 
     Returns:
         A `Prediction`.
 
     Raises:
-        TypeError: `t` is not an integer tensor, or `score_mod` no plain function.
-        ValueError: `t` is not 1-D, empty, negative or past `q_idx`; `sigma` is not positive.
+        TypeError: `t` is not an integer tensor, or `score_mod` no plain score_mod.
+        ValueError: `t` is not 1-D, empty, negative or past `q_idx`; `sigma` is not positive;
+            `head` or `nodes` is out of its range.
     """
     if not isinstance(t, Tensor) or t.is_floating_point() or t.is_complex():
         got = t.dtype if isinstance(t, Tensor) else type(t).__name__
@@ -135,6 +138,8 @@ def predict(
     q_idx = int(t.max()) if q_idx is None else q_idx
     if t.min() < 0 or t.max() > q_idx:
         raise ValueError(f"t must lie in 0..q_idx={q_idx}, got {int(t.min())}..{int(t.max())}")
+    if not 1 <= nodes <= _MOST_NODES:
+        raise ValueError(f"nodes must lie in 1..{_MOST_NODES}, got {nodes}")
     mean, deviation = _at(mu, t, "mu"), _at(sigma, t, "sigma")
     if not bool((deviation > 0).all()):
         raise ValueError(f"sigma must be above 0, got {deviation.min().item()}")
@@ -184,15 +189,16 @@ def expected(
         head: The `h` the mod is given.
         mu: Mean of the base logits: a number or a function of the distances.
         sigma: Their standard deviation, likewise; above 0.
-        nodes: Quadrature nodes where the mod is not affine.
+        nodes: Quadrature nodes where the mod is not affine, as in `predict`.
 
     Returns:
         An `Expected`.
 
     Raises:
         TypeError: `edges` are not integers, `mu` or `sigma` is a tensor, or `score_mod` is no
-            plain function.
-        ValueError: `edges` do not increase, are negative or reach past `q_idx + 1`.
+            plain score_mod.
+        ValueError: `edges` do not increase, are negative or reach past `q_idx + 1`; `head` or
+            `nodes` is out of its range.
 
     >>> from score_mods import scale_invariant
     >>> [round(z, 3) for z in expected(scale_invariant(10.0), [10, 100, 1000]).total.tolist()]
@@ -245,8 +251,9 @@ def expected_entropy(
         Mean entropy in nats and its standard error over rows, an `Estimate`.
 
     Raises:
-        TypeError: `edges` are not integers, or `score_mod` is no plain function.
-        ValueError: `rows` is below 2, or `edges` do not increase or reach past `q_idx + 1`.
+        TypeError: `edges` are not integers, or `score_mod` is no plain score_mod.
+        ValueError: `rows` is below 2, `edges` do not increase or reach past `q_idx + 1`, or `head`
+            is out of its range.
     """
     if rows < 2:
         raise ValueError(f"rows must be at least 2, for a standard error, got {rows}")
@@ -323,12 +330,16 @@ def placed(score_mod: ScoreMod, device: torch.device, name: str = "score_mod") -
     """The mod with what it captures on `device`.
 
     Raises:
-        TypeError: It is no plain function.
+        TypeError: It is no plain function of five arguments.
     """
-    if not isinstance(score_mod, FunctionType):
+    got = type(score_mod).__name__
+    if isinstance(score_mod, FunctionType):
+        count = score_mod.__code__.co_argcount - len(score_mod.__defaults__ or ())
+        got = "a mask_mod" if count == 4 else f"a function of {count} arguments"
+    if got != "a function of 5 arguments":
         raise TypeError(
             f"{name} must be a plain function (score, b, h, q_idx, kv_idx) -> score, or None for "
-            f"plain softmax, got {type(score_mod).__name__}"
+            f"plain softmax, got {got}"
         )
     return to_device(score_mod, device)
 
@@ -346,8 +357,12 @@ def _apply(score_mod: ScoreMod | None, scores: Tensor, t: Tensor, q_idx: int, he
     """The mod's logits for `scores` `[m, n]` at distances `t` `[n]`, float64."""
     if score_mod is None:
         return scores
-    index = [torch.tensor(i, device=t.device) for i in (0, head, q_idx)]
     score_mod = placed(score_mod, t.device)
+    heads = getattr(score_mod, "num_heads", None) or math.inf
+    if not 0 <= head < heads:
+        known = "at least 0" if heads == math.inf else f"in 0..{heads - 1}, which score_mod has"
+        raise ValueError(f"head must be {known}, got {head}")
+    index = [torch.tensor(i, device=t.device) for i in (0, head, q_idx)]
     with torch.no_grad():
         return score_mod(scores, *index, q_idx - t).double().expand(scores.shape)
 

@@ -51,26 +51,35 @@ def gallery(out: str, only: tuple[str, ...] = ()) -> str:
         raise ValueError(
             f"only: expected names of score_mods.catalogue, got {', '.join(sorted(unknown))}"
         )
-    cards = [card(m) for m in catalogue if not only or m.name in only]
-    # Many share a law, and are judged once: by the name of the first of them.
-    first: dict[ScoreMod | None, str] = {}
-    for c in cards:
-        first.setdefault(c.law, c.mechanism.name)
-    laws = {name: law for law, name in first.items() if law is not None}
-    totals = {n: expected(law, DECADES, q_idx=LENGTH - 1).log_total for n, law in laws.items()}
-    verdicts = judge_all(measure_gaussian(laws, LENGTH, rows=ROWS)).verdicts if laws else ()
-    by_first = {v.mechanism: v for v in verdicts}
-    judged = {
-        c.mechanism.name: (by_first[first[c.law]], totals[first[c.law]])
-        for c in cards
-        if c.law is not None
-    }
-    table = _table(cards, judged)
-    with whole_folder(Path(out)) as folder:
+    with whole_folder(out) as folder:
+        cards = [card(m) for m in catalogue if not only or m.name in only]
+        # Many share a law, and are judged once: by the name of the first of them.
+        first: dict[ScoreMod | None, str] = {}
+        for c in cards:
+            first.setdefault(c.law, c.mechanism.name)
+        laws = {name: _first_head(law) for law, name in first.items() if law is not None}
+        totals = {n: expected(law, DECADES, q_idx=LENGTH - 1).log_total for n, law in laws.items()}
+        verdicts = judge_all(measure_gaussian(laws, LENGTH, rows=ROWS)).verdicts if laws else ()
+        by_first = {v.mechanism: v for v in verdicts}
+        judged = {
+            c.mechanism.name: (by_first[first[c.law]], totals[first[c.law]])
+            for c in cards
+            if c.law is not None
+        }
+        table = _table(cards, judged)
         for c in cards:
             _draw(folder / f"{c.mechanism.name}.png", c, judged)
         (folder / "gallery.md").write_text(_page(cards, table), encoding="utf-8")
     return table
+
+
+def _first_head(mod: ScoreMod) -> ScoreMod:
+    """The mod with what it has for head 0, whichever head it is given."""
+
+    def law(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(score, b, h * 0, q_idx, kv_idx)
+
+    return law
 
 
 def _draw(path: Path, c: Card, judged: Judged) -> None:

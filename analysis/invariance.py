@@ -63,7 +63,7 @@ def judge(
         head: The head.
         tau: Scale of the ranges in tokens: the mechanism's own if it has one.
         delta: Ratio of the ranges, above 1.
-        beta: Constant of the negentropy's law; e^0.5 if None.
+        beta: Constant of the negentropy's law, above 0; e^0.5 if None.
         edges: Edges of the ranges, among those measured; by default those of
             `law_edges(tau, delta, ...)` that every row reaches before its key 0, from the first
             range of at least 8 keys on.
@@ -87,6 +87,10 @@ def judge(
         raise ValueError(f"head must lie in 0..{len(rows.log_z) - 1}, got {head}")
     if resamples < 40:
         raise ValueError(f"resamples must be at least 40, got {resamples}")
+    beta = math.exp(0.5) if beta is None else beta
+    for name, value in (("tau", tau), ("beta", beta)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value}")
     reach = int(measurement.q_positions.min())
     if edges is None:
         edges = law_edges(tau, delta, reach)
@@ -97,7 +101,6 @@ def judge(
             f"edges must make at least two ranges that end by the first query, at {reach}, "
             f"got {edges.tolist()}"
         )
-    beta = math.exp(0.5) if beta is None else beta
     weights, block = _resampled(measurement.q_positions.cpu(), block, resamples, seed)
 
     ranges = rows.ranges(edges)

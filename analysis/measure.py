@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -104,7 +105,12 @@ class Rows:
         return self.entropy.exp()
 
     def share(self, last: int = 100) -> Tensor:
-        """Share of the row's attention on its `last` nearest keys, own key included `[H, N]`."""
+        """Share of the row's attention on its `last` nearest keys, own key included `[H, N]`.
+
+        Raises:
+            ValueError: `last` is not at least 1, or not what was measured.
+        """
+        _check(last=last)
         near = self.ranges([0, min(last, int(self.cells[-1]))])
         return (near.log_z[..., 0] - self.log_total).exp()
 
@@ -147,22 +153,23 @@ def measure(
     Args:
         q: Queries `[B, H, R, D]`, already rotated, of the rows to look at.
         k: Keys `[B, H_kv, T, D]`, already rotated; H a multiple of H_kv.
-        score_mods: Mechanisms by name; None is plain softmax.
-        q_positions: Positions of the queries among the keys `[R]`, each in 3..T-1; by default the
-            last R.
+        score_mods: Mechanisms by name, for any number of heads or for H; None is plain softmax.
+        q_positions: Positions of the queries among the keys `[R]`, integers, each in 3..T-1; by
+            default the last R.
         scale: What q·k is multiplied by; 1/sqrt(D) if None.
-        edges: Distances where a range may begin or end; by default `law_edges(10, 2, T - 1)`.
-            0, 1, the powers of ten, `last` and T are always among the cells.
-        last: How near the keys are whose share `Rows.share` will be asked for.
+        edges: Distances where a range may begin or end; by default `law_edges(10, 2, T - 1)`, or
+            none below 31 keys. 0, 1, the powers of ten, `last` and T are always among the cells.
+        last: How near the keys are whose share `Rows.share` will be asked for, at least 1.
         progress: Whether to show a progress bar (if tqdm is installed).
 
     Returns:
         A `Measurement`.
 
     Raises:
-        TypeError: `q` or `k` is not a floating-point tensor, `edges` are not integers, or a
-            mechanism is no plain function.
-        ValueError: Shapes, devices, positions or edges do not fit, or a mechanism gives NaN.
+        TypeError: `q` or `k` is not a floating-point tensor, `q_positions` or `edges` are not
+            integers, `score_mods` is no mapping, or a mechanism no plain score_mod.
+        ValueError: Shapes, devices, positions or edges do not fit, a mechanism is for another
+            number of heads, or it gives NaN.
     """
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -178,7 +185,10 @@ def measure(
         )
     if q_positions is None:
         q_positions = torch.arange(length - rows, length)
-    q_positions = torch.as_tensor(q_positions, device=q.device).long()
+    q_positions = torch.as_tensor(q_positions, device=q.device)
+    if q_positions.is_floating_point() or q_positions.dtype == torch.bool:
+        raise TypeError(f"q_positions must be integers, got {q_positions.dtype}")
+    q_positions = q_positions.long()
     if q_positions.shape != (rows,):
         raise ValueError(f"q_positions must have shape ({rows},), got {tuple(q_positions.shape)}")
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -235,12 +245,13 @@ def measure_gaussian(
         A `Measurement`.
 
     Raises:
-        TypeError: `edges` are not integers, or a mechanism is no plain function.
-        ValueError: A number is out of its range, or a mechanism gives NaN.
+        TypeError: A size or `edges` are not integers, `score_mods` is no mapping, or a mechanism
+            no plain score_mod.
+        ValueError: A number is out of its range, or a mechanism is for another number of heads or
+            gives NaN.
     """
-    for name, value, least in (("length", length, 4), ("rows", rows, 1), ("heads", heads, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    _check(least=4, length=length)
+    _check(rows=rows, heads=heads)
     if not callable(sigma) and not sigma > 0:
         raise ValueError(f"sigma must be above 0, got {sigma}")
     generator = torch.Generator(device).manual_seed(seed)
@@ -257,9 +268,21 @@ def measure_gaussian(
     return _scan(block, 1, heads, q_positions, length, cells, score_mods, progress)
 
 
+def _check(least: int = 1, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 def _cells(edges: Tensor | Sequence[int] | None, last: int, length: int) -> Tensor:
     """The edges of the finest division: those asked for, 0, 1, powers of ten, `last` and T."""
-    asked = law_edges(10.0, 2.0, length - 1) if edges is None else checked_edges(edges)
+    _check(last=last)
+    if edges is None:
+        asked = law_edges(10.0, 2.0, length - 1) if length > 30 else torch.tensor([0])
+    else:
+        asked = checked_edges(edges)
     if asked[-1] > length:
         raise ValueError(f"edges must not pass the length {length}, got {int(asked[-1])}")
     decades = [10**n for n in range(math.ceil(math.log10(length)))]
@@ -289,10 +312,18 @@ def _scan(
             f"got {int(q_positions.min())}..{int(q_positions.max())}"
         )
     device, rows = q_positions.device, len(q_positions)
+    if not isinstance(score_mods, Mapping):
+        got = type(score_mods).__name__
+        raise TypeError(f"score_mods must be a mapping from names to mechanisms, got {got}")
     mods = {
         name: mod if mod is None else placed(mod, device, f"score_mods[{name!r}]")
         for name, mod in score_mods.items()
     }
+    for name, mod in mods.items():
+        if (known := getattr(mod, "num_heads", None)) not in (None, heads):
+            raise ValueError(
+                f"score_mods[{name!r}] must be for {heads} heads, as the logits are, got {known}"
+            )
     sums = {name: _Weights(heads, batch * rows, len(cells) - 1, device) for name in mods}
     base = BaseSums(heads, q_positions.repeat(batch), cells[1:], length)
     head = torch.arange(heads, device=device)[:, None, None]

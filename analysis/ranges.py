@@ -53,8 +53,8 @@ def law_edges(tau: float, delta: float, t_max: int, *, start: int = 1) -> Tensor
         k += 1
     if len(edges) < 3:
         raise ValueError(
-            f"t_max must leave room for two ranges at tau={tau}, delta={delta}, start={start}, "
-            f"got {t_max}"
+            f"tau={tau}, delta={delta} and start={start} must leave room for two ranges up to "
+            f"distance {t_max}"
         )
     return torch.tensor(edges)
 

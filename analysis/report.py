@@ -124,7 +124,7 @@ def report(settings: Settings) -> str:
         raise ImportError(
             f"a report needs {needed}: pip install 'scale-invariant-attention[plot]'"
         )
-    with whole_folder(Path(settings.out)) as folder:
+    with whole_folder(settings.out) as folder:
         if settings.gaussian:
             from analysis.report_gaussian import survey_gaussian
 
@@ -207,7 +207,7 @@ def _checked(settings: Settings) -> Settings:
     """The settings with their defaults filled in, after every check that needs no model."""
     unknown = [name for name in settings.mods if name not in NAMES]
     if unknown or not settings.mods:
-        raise ValueError(f"mods: expected some of {', '.join(NAMES)}, got {', '.join(unknown)}")
+        raise ValueError(f"mods: expected some of {', '.join(NAMES)}, got {unknown}")
     default = (1024, 4096, 16384, 65536) if settings.gaussian else (1024, 2048, 4096, 8192)
     lengths = tuple(sorted(set(settings.lengths or default)))
     if lengths[0] < 512:
@@ -232,19 +232,27 @@ def _checked(settings: Settings) -> Settings:
 
 
 @contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder whose files move into `out` at the end, if no error came."""
-    if out.exists() and not out.is_dir():
-        raise NotADirectoryError(f"out: {out} is not a folder")
-    near = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+def whole_folder(name: str) -> Iterator[Path]:
+    """Yield a temporary folder whose files move into `name` at the end, if no error came.
+
+    Raises:
+        OSError: `name` cannot be made or written; before anything is yielded.
+        ValueError: `name` is empty.
+    """
+    if not name.strip():
+        raise ValueError(f"out: expected a folder, got {name!r}")
+    out = Path(name)
+    near = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not near.is_dir():
+        raise NotADirectoryError(f"out: {near} is not a folder")
     try:
         temporary = tempfile.TemporaryDirectory(prefix=".report-", dir=near)
     except OSError as error:
         raise OSError(f"out: {out} cannot be written: {error.strerror}") from error
-    with temporary as name:
-        yield Path(name)
+    with temporary as made:
+        yield Path(made)
         out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(Path(name).iterdir()):
+        for path in sorted(Path(made).iterdir()):
             shutil.move(path, out / path.name)
 
 

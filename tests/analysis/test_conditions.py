@@ -7,7 +7,7 @@ import torch
 
 from analysis.conditions import expected, expected_entropy, limits, predict
 from analysis.ranges import law_edges, law_mass
-from score_mods import alibi, compose, exempt_keys, logn, scale_invariant
+from score_mods import alibi, causal, compose, exempt_keys, logn, scale_invariant
 
 X, W = np.polynomial.hermite_e.hermegauss(100)
 W = W / math.sqrt(2 * math.pi)
@@ -253,6 +253,15 @@ def test_entropy_of_long_and_of_empty_ranges():
     assert expected_entropy(nothing, [10, 20], rows=4).mean.item() == 0
 
 
+def test_every_number_of_nodes_that_is_accepted_is_right():
+    """The trapezoidal rule is exact for E[exp(s + sin s)], whose integrand is entire."""
+    x = np.linspace(-40, 40, 20001)
+    weight = np.exp(x + np.sin(x) - x**2 / 2) / math.sqrt(2 * math.pi)
+    for nodes in (64, 128, 256, 370):
+        law = predict(lambda s, b, h, i, j: s + s.sin(), torch.tensor([5]), nodes=nodes)
+        assert law.log_weight.item() == pytest.approx(math.log(weight.sum() * 0.004), abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "names"),
     [
@@ -264,6 +273,22 @@ def test_entropy_of_long_and_of_empty_ranges():
         (lambda: predict(None, torch.tensor([5]), sigma=0.0), ValueError, "sigma must be"),
         (lambda: predict(None, torch.tensor([5]), mu=torch.ones(2)), ValueError, "mu must have"),
         (lambda: predict("none", torch.tensor([5])), TypeError, "score_mod must be a plain"),
+        (lambda: predict(causal, torch.tensor([5])), TypeError, "plain .* got a mask_mod"),
+        (lambda: expected(lambda s: s, [1, 9]), TypeError, "got a function of 1 arguments"),
+        (
+            lambda: predict(alibi(4), torch.tensor([5]), head=9),
+            ValueError,
+            r"head must be in 0..3",
+        ),
+        (lambda: expected(alibi(4), [1, 9], head=4), ValueError, r"head must be in 0..3"),
+        (lambda: expected_entropy(alibi(4), [1, 9], head=-1), ValueError, r"head must be in 0..3"),
+        (lambda: predict(logn(), torch.tensor([5]), head=-1), ValueError, "head must be at least"),
+        (
+            lambda: predict(None, torch.tensor([5]), nodes=0),
+            ValueError,
+            r"nodes must lie in 1..370",
+        ),
+        (lambda: expected(None, [1, 9], nodes=371), ValueError, r"nodes must lie in 1..370"),
         (lambda: expected(None, [1, 1]), ValueError, "edges must be"),
         (lambda: expected(None, [1.0, 2.0]), TypeError, "edges must be integers"),
         (lambda: expected(None, [1, 9], mu=torch.ones(8)), TypeError, "mu must be a number"),
@@ -271,7 +296,7 @@ def test_entropy_of_long_and_of_empty_ranges():
         (lambda: expected_entropy(None, [1, 9], q_idx=5), ValueError, "edges must not pass"),
         (lambda: limits(1.0), ValueError, "delta must be above 1"),
         (lambda: limits(2.0, tau=-1.0), ValueError, "tau must be above 0"),
-        (lambda: law_edges(10.0, 2.0, 12), ValueError, "t_max must leave room"),
+        (lambda: law_edges(10.0, 2.0, 12), ValueError, "must leave room for two ranges"),
         (lambda: law_edges(10.0, 1.0, 100), ValueError, "delta above 1"),
     ],
 )

@@ -87,7 +87,7 @@ def test_laws_of_rotations_keep_their_factor():
 
 
 def test_the_page_is_whole(tmp_path, capsys):
-    names = ["scale_invariant", "rope", "sliding_window", "rerope", "inline_attention"]
+    names = ["scale_invariant", "rope", "sliding_window", "rerope", "inline_attention", "alibi"]
     assert main(["gallery", "--only", ", ".join(names), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "gallery.md").read_text()
     table = capsys.readouterr().out
@@ -107,6 +107,7 @@ def test_the_page_is_whole(tmp_path, capsys):
         "sliding_window": "falls",
         "rerope": "rises",
         "inline_attention": "-",
+        "alibi": "falls",
     }
     # ln E[Z] of plain softmax in a decade: the number of its keys times e^0.5.
     row = next(line for line in table.splitlines() if "[rope]" in line)

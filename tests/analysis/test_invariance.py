@@ -226,8 +226,11 @@ def test_verdicts_save_as_json_of_the_stated_schema(measured, tmp_path):
         ({"edges": [1, 11, 30]}, "were not"),
         ({"block": 100}, "block must leave"),
         ({"block": 0}, "block must leave"),
-        ({"tau": 30_000.0}, "t_max must leave room"),
+        ({"tau": 30_000.0}, "must leave room for two ranges"),
         ({"tau": -1.0}, "tau must be above 0"),
+        ({"tau": 0.0, "edges": [1, 10, 30]}, "tau must be above 0"),
+        ({"beta": 0.0}, "beta must be above 0"),
+        ({"beta": -1.0}, "beta must be above 0"),
     ],
 )
 def test_wrong_arguments_are_named(measured, options, names):
