@@ -1,17 +1,23 @@
 """Command line: `python -m analysis report` and `python -m analysis gallery`."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from analysis.gallery import gallery
 from analysis.report import NAMES, Settings, report
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m analysis", description=__doc__)
+    parser = _Parser(prog="python -m analysis", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "report",
@@ -27,20 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--text", metavar="FILE", help="what the model reads; default: Python's standard library"
     )
-    command.add_argument("--mods", metavar="A,B,...", help=f"some of {', '.join(NAMES)}")
-    command.add_argument("--lengths", metavar="N", type=int, nargs="+", default=())
-    command.add_argument("--tau", metavar="TAU", type=float, nargs="+", default=())
+    for option, metavar, text in (
+        ("--mods", "A,B,...", f"some of {', '.join(NAMES)}"),
+        ("--lengths", "N,M,...", "context lengths in tokens"),
+        ("--tau", "TAU,...", "scales of scale_invariant in tokens"),
+    ):
+        command.add_argument(option, metavar=metavar, nargs="+", help=text)
     command.add_argument(
         "--rows", metavar="N", type=int, default=0, help="default 256, 128 for a model"
     )
     command.add_argument("--seed", metavar="N", type=int, default=0)
     command.add_argument("--out", metavar="DIR", default="reports")
     command = commands.add_parser("gallery", help="draw every mechanism on one page")
-    command.add_argument("--only", metavar="A,B,...", help="names of mechanisms; default: all")
+    command.add_argument(
+        "--only", metavar="A,B,...", nargs="+", help="names of mechanisms; default: all"
+    )
     command.add_argument("--out", metavar="DIR", default="reports/gallery")
-    options = vars(parser.parse_args(arguments))
-    name = options.pop("command")
     try:
+        options = vars(parser.parse_args(arguments))
+        name = options.pop("command")
         table = _report(options) if name == "report" else _gallery(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,20 +62,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(options: dict[str, Any]) -> str:
-    given: dict[str, Any] = {name: tuple(options[name]) for name in ("lengths", "tau")}
-    if options["mods"] is not None:
-        given["mods"] = _names(options["mods"])
-    rest = {name: value for name, value in options.items() if name not in (*given, "mods")}
-    return report(Settings(**rest, **given))
+    for name, kind in (("mods", str), ("lengths", int), ("tau", float)):
+        words = options.pop(name)
+        if words is not None:
+            options[name] = _listed(name, words, kind)
+    return report(Settings(**options))
 
 
 def _gallery(options: dict[str, Any]) -> str:
     only = options["only"]
-    return gallery(options["out"], () if only is None else _names(only))
+    return gallery(options["out"], () if only is None else _listed("only", only, str))
 
 
-def _names(listed: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in listed.split(","))
+def _listed(name: str, words: Sequence[str], kind: Any) -> tuple[Any, ...]:
+    """The items of an option, separated by commas or spaces."""
+    items = re.split(r"\s*[,\s]\s*", " ".join(words).strip())
+    try:
+        return tuple(map(kind, items))
+    except ValueError as error:
+        expected = "whole numbers like 600,1200" if kind is int else "numbers like 10,1000"
+        got = ",".join(items)
+        raise ValueError(f"{name}: expected {expected}, got {got!r}") from error
 
 
 if __name__ == "__main__":

@@ -161,6 +161,15 @@ BAD = {
     "binary text": (["--model", "{model}", "--text", "{tmp}/binary"], "binary is not UTF-8"),
     "short text": (["--model", "{model}", "--text", "{tmp}/short"], "the text has 5 tokens"),
     "unknown mod": (["--mods", "none,nonsense"], "mods: expected some of none, logn"),
+    "empty mod": (["--mods", "none,,logn"], "got ['']"),
+    "length no number": (
+        ["--lengths", "abc"],
+        "lengths: expected whole numbers like 600,1200",
+    ),
+    "length no integer": (["--lengths", "600,1e3"], "got '600,1e3'"),
+    "tau no number": (["--tau", "10", "x"], "tau: expected numbers like 10,1000, got '10,x'"),
+    "rows no number": (["--rows", "abc"], "argument --rows: invalid int value: 'abc'"),
+    "unknown option": (["--nonsense"], "unrecognized arguments: --nonsense"),
     "no mod": (["--mods", ""], "mods: expected some of none, logn"),
     "short length": (["--lengths", "100"], "lengths: expected at least 512 tokens, got 100"),
     "tau below 0": (["--tau", "-1"], "tau: expected numbers above 0"),
@@ -168,7 +177,27 @@ BAD = {
     "few rows": (["--rows", "5"], "rows: expected at least 32, got 5"),
     "text without model": (["--text", "{tmp}/short"], "text and gguf need a model"),
     "out is a file": (["--out", "{tmp}/short"], "short is not a folder"),
+    "out is in a file": (["--out", "{tmp}/short/a/b"], "short is not a folder"),
+    "out cannot be written": (["--out", "/proc/a"], "/proc/a cannot be written"),
+    "out is empty": (["--out", ""], "out: expected a folder, got ''"),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name.startswith("out ")])
+def test_out_is_checked_before_anything_is_measured(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "short").touch()
+    monkeypatch.delattr("analysis.report_gaussian.survey_gaussian")
+    arguments, message = BAD[name]
+    assert main(["report", *(word.format(tmp=tmp_path) for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["600,1200"], ["600", "1200"], ["600,", "1200"], ["600, 1200"]])
+def test_lists_are_separated_by_commas_or_spaces(words, monkeypatch):
+    monkeypatch.setattr("analysis.__main__.report", lambda settings: seen.append(settings))
+    seen = []
+    assert main(["report", "--lengths", *words, "--tau", *words, "--mods", "none", "logn"]) == 0
+    assert seen == [Settings(lengths=(600, 1200), tau=(600.0, 1200.0), mods=("none", "logn"))]
 
 
 @pytest.mark.parametrize("name", BAD)
