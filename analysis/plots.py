@@ -70,28 +70,34 @@ def figure(
 
 @contextmanager
 def panels(path: Any, count: int, *, theory: str, measured: str) -> Iterator[list[Any]]:
-    """Yield axes for `count` panels of one scale and save them, with a legend of lines and points.
+    """Yield axes for `count` panels against distance and save them, with one legend for all.
+
+    If the panels do not fill their rows, the legend stands at the end of the first, else above.
 
     Args:
         path: File to write.
-        count: Number of panels, three or four in a row.
+        count: Number of panels, up to four in a row.
         theory: What the lines are.
         measured: What the points are.
 
     Yields:
         List of axes.
     """
-    columns = min(count, 3 if count < 7 else 4)
-    with figure(path, columns, -(-count // columns), height=2, sharex=True, sharey=True) as axes:
-        yield list(axes.flat[:count])
-        legend(axes[0, 0], (), columns=2, theory=theory, measured=measured)
-        for ax in axes.flat[count:]:
-            ax.set_axis_off()
-        for place, ax in enumerate(axes.flat[:count]):
-            last = place + columns >= count
-            ax.tick_params(labelbottom=last)
-            ax.set_xlabel(ax.get_xlabel() if last else "")
-            ax.set_ylabel(ax.get_ylabel() if place % columns == 0 else "")
+    rows = -(-count // 4)
+    columns = -(-count // rows)
+    with figure(path, columns, rows, height=2, sharex=True, sharey=True) as axes:
+        full = columns - (rows * columns - count)  # panels in the first row
+        used = [*axes[0, :full], *axes[1:].flat]
+        yield used
+        for ax in used:
+            ax.label_outer()
+        if full == columns:
+            legend(axes[0, 0], (), columns=2, theory=theory, measured=measured)
+        else:
+            keys = _keys((), theory, measured)
+            axes[0, full].legend(handles=keys, loc="center left", borderpad=0)
+            for ax in axes[0, full:]:
+                ax.set_axis_off()
 
 
 def multiplier(ax: Any, t: ArrayLike, a_t: Values) -> Any:
@@ -117,20 +123,24 @@ def total_attention(
         first: Place of the first mechanism among all, for its colour.
 
     Returns:
-        `ax`.
+        `ax`; its scale is linear in ±20 and logarithmic outside.
     """
     _points(ax, t, measured, first)
     _lines(ax, t, theory or {}, measured, first)
+    _signed_log(ax, "y", 20)
     return _labels(ax, "distance $t$ (tokens)", "log total attention", xscale="log")
 
 
-def entropy(ax: Any, t: ArrayLike, measured: Values, *, root: bool = False, of: str = "t") -> Any:
-    """Draw entropy against log t, or against its square root, with fitted straight lines.
+def entropy(
+    ax: Any, t: ArrayLike, measured: Values, theory: Values | None = None, *, root: bool = False
+) -> Any:
+    """Draw entropy against log t, or against its square root.
 
     Args:
         ax: Axes to draw on.
         t: Starts of the ranges `[K]`, above 1.
         measured: Mechanism to entropy in nats `[K]`, or `[3, K]` with the ends of its interval.
+        theory: Mechanism to expected entropy, likewise; the interval is drawn as a band.
         root: Whether the axis is sqrt(log t).
 
     Returns:
@@ -139,9 +149,7 @@ def entropy(ax: Any, t: ArrayLike, measured: Values, *, root: bool = False, of: 
     x = np.log(np.asarray(t, dtype=float))
     x = np.sqrt(x) if root else x
     _points(ax, x, measured)
-    ends = x[[0, -1]]
-    fitted = {name: np.polyval(np.polyfit(x, _centre(y), 1), ends) for name, y in measured.items()}
-    _lines(ax, ends, fitted, measured)
+    _lines(ax, x, theory or {}, measured)
     return _labels(ax, r"$\sqrt{\ln\,t}$" if root else r"$\ln\,t$", "entropy (nats)")
 
 
@@ -349,8 +357,7 @@ def slopes(ax: Any, values: Values, *, tolerance: float = 0.15) -> Any:
         ax.plot(x, row + offset, ".", color=colour, markersize=3, alpha=0.6)
         for width, colour in ((3.6, "white"), (1.8, "black")):
             ax.plot([np.median(x)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=width)
-    ax.set_xscale("symlog", linthresh=1, linscale=1.5)
-    ax.xaxis.set_major_formatter("{x:g}")
+    _signed_log(ax, "x", 1)
     ax.set_yticks(range(len(values)), list(values))
     ax.set_ylim(len(values) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
@@ -370,6 +377,12 @@ def legend(ax: Any, names: Any, *, columns: int, theory: str = "", measured: str
     Returns:
         `ax`.
     """
+    keys = _keys(names, theory, measured)
+    ax.figure.legend(handles=keys, loc="outside upper center", ncols=columns)
+    return ax
+
+
+def _keys(names: Any, theory: str, measured: str) -> list[Any]:
     from matplotlib.lines import Line2D
 
     keys = []
@@ -381,8 +394,7 @@ def legend(ax: Any, names: Any, *, columns: int, theory: str = "", measured: str
         keys.append(Line2D([], [], color="#666666", label=theory))
     if measured:
         keys.append(Line2D([], [], color="#666666", marker="o", linestyle="none", label=measured))
-    ax.figure.legend(handles=keys, loc="outside upper center", ncols=columns)
-    return ax
+    return keys
 
 
 def _by_distance(ax: Any, t: ArrayLike, values: Values, ylabel: str) -> Any:
@@ -396,23 +408,39 @@ def _points(ax: Any, x: ArrayLike, values: Values, first: int = 0) -> None:
     for place, y in enumerate(values.values()):
         colour, marker, _ = _mark(first + place)
         y = np.asarray(y, dtype=float)
-        bars = np.abs(y[1:] - y[0]) if y.ndim == 2 else None
-        ax.errorbar(
+        if y.ndim == 2:
+            ax.plot([x, x], y[1:], color=colour, linewidth=0.9)
+        ax.plot(
             x,
             _centre(y),
-            bars,
             color=colour,
             marker=marker,
             markersize=max(6.5 - 0.6 * place, 3.5),  # so that one behind another is still seen
+            markeredgecolor="white",
+            markeredgewidth=0.5,
             linestyle="none",
-            elinewidth=0.9,
         )
 
 
 def _lines(ax: Any, x: ArrayLike, values: Values, names: Values, first: int = 0) -> None:
     for row, name in enumerate(names, first):
         if name in values:
-            ax.plot(x, values[name], color=_mark(row)[0], zorder=1.5)
+            y, colour = np.asarray(values[name], dtype=float), _mark(row)[0]
+            ax.plot(x, _centre(y), color=colour, zorder=1.5)
+            if y.ndim == 2:
+                ax.fill_between(x, *y[1:], color=colour, alpha=0.25, linewidth=0, zorder=1.4)
+
+
+def _signed_log(ax: Any, which: str, linear: float) -> None:
+    """Make an axis linear in ±`linear` and logarithmic outside, with ticks in both."""
+    from matplotlib.ticker import FixedLocator
+
+    getattr(ax, f"set_{which}scale")("symlog", linthresh=linear, linscale=1)
+    axis = getattr(ax, f"{which}axis")
+    ticks = linear * np.array([0, 0.5, 1, 3, 10, 30, 100])
+    axis.set_major_locator(FixedLocator([*-ticks[:0:-1], *ticks]))
+    axis.set_minor_locator(FixedLocator([]))
+    axis.set_major_formatter("{x:g}")
 
 
 def _centre(y: ArrayLike) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from analysis import plots
-from analysis.conditions import ScoreMod, expected, predict
+from analysis.conditions import ScoreMod, expected, expected_entropy, predict
 from analysis.invariance import judge_all
 from analysis.measure import Measurement, measure_gaussian
 from analysis.ranges import law_edges
@@ -51,7 +51,7 @@ def survey_gaussian(settings: Settings, folder: Path) -> Findings:
         "last_share": {name: _intervals(torch.stack(x, -1)) for name, x in share.items()},
     }
     theory = {name: _expected_share(mod, lengths) for name, mod in mods.items()}
-    _draw(folder, mods, measurement, verdicts, lengths, by_length, theory)
+    _draw(folder, mods, measurement, verdicts, settings, by_length, theory)
     data = verdicts.to_dict() | {
         "by_length": {"lengths": lengths, **by_length, "expected_last_share": theory}
     }
@@ -65,7 +65,10 @@ def survey_gaussian(settings: Settings, folder: Path) -> Findings:
 
 def _intervals(values: Tensor) -> np.ndarray:
     """Means over independent rows of `values` `[N, K]` and the ends of their 95 % intervals."""
-    mean, error = values.mean(0), values.std(0) / math.sqrt(len(values))
+    return _interval(values.mean(0), values.std(0) / math.sqrt(len(values)))
+
+
+def _interval(mean: Tensor, error: Tensor) -> np.ndarray:
     return torch.stack([mean, mean - 1.96 * error, mean + 1.96 * error]).numpy()
 
 
@@ -83,10 +86,11 @@ def _draw(
     mods: dict[str, ScoreMod | None],
     measurement: Measurement,
     verdicts: Verdicts,
-    lengths: tuple[int, ...],
+    settings: Settings,
     by_length: dict[str, Intervals],
     theory: dict[str, list[float]],
 ) -> None:
+    lengths = settings.lengths
     t = torch.logspace(0, math.log10(lengths[-1] - 1), 80).round().long().unique()
     laws = {name: predict(mod, t) for name, mod in mods.items()}
     with plots.figure(folder / "law.png", 2, height=3.1) as axes:
@@ -100,7 +104,7 @@ def _draw(
         folder / "total_attention.png",
         len(mods),
         theory="log E[Z], exact",
-        measured="mean of log Z over rows, measured",
+        measured="mean of log Z over\nrows, measured",
     ) as axes:
         for place, (ax, verdict) in enumerate(zip(axes, verdicts.verdicts, strict=True)):
             name, edges = verdict.mechanism, torch.tensor(verdict.edges)
@@ -108,21 +112,23 @@ def _draw(
             exact = expected(mods[name], edges, q_idx=last).log_total
             middle = (edges[:-1] * (edges[1:] - 1)).sqrt()
             plots.total_attention(ax, middle, {name: measured}, {name: exact}, first=place)
-            ax.set_title(f"{name}: {verdict.total.verdict}")
-        ax.set_ylim(-5, None)
+            ax.set_title(f"{name}\n{verdict.total.verdict}")
 
     ranges = law_edges(10.0, 2.0, last)[3:]
     entropies = {
         name: _intervals(rows.ranges(ranges).entropy[0])
         for name, rows in measurement.mechanisms.items()
     }
+    simulated = {
+        name: expected_entropy(mod, ranges, rows=settings.rows, seed=settings.seed + 1, q_idx=last)
+        for name, mod in mods.items()
+    }
+    theories = {name: _interval(e.mean, e.standard_error) for name, e in simulated.items()}
     with plots.figure(folder / "entropy.png", 2, height=3.1, sharey=True) as axes:
         for ax, root in zip(axes[0], (False, True), strict=True):
-            plots.entropy(ax, ranges[:-1], entropies, root=root)
+            plots.entropy(ax, ranges[:-1], entropies, theories, root=root)
         axes[0, 1].set_ylabel("")
-        plots.legend(
-            axes[0, 0], mods, columns=4, theory="straight line, fitted", measured="measured"
-        )
+        plots.legend(axes[0, 0], mods, columns=4, theory="theory, simulated", measured="measured")
 
     with plots.figure(folder / "length.png", 2, height=3.1) as axes:
         plots.by_length(axes[0, 0], lengths, by_length["entropy"], "entropy of the row (nats)")
@@ -172,8 +178,9 @@ line; the verdict is on their slope.
 
 ![Entropy within ranges](entropy.png)
 
-**Entropy within the range that starts at t and ends near 2t**, against ln t and its root. Weakly
-sparse attention grows more slowly than ln t.
+**Entropy within the range that starts at t and ends near 2t**, against ln t and its root. Its
+expectation is not known exactly: the lines are the mean of {settings.rows} rows drawn apart from
+those measured, with its 95 % band. Weakly sparse entropy grows more slowly than ln t.
 
 ![Entropy and share of the last tokens against context length](length.png)
 

@@ -335,14 +335,13 @@ def _draw(folder: Path, survey: Survey, names: list[str], settings: Settings) ->
     with plots.panels(
         folder / "total_attention.png",
         len(names),
-        theory="log E[Z] from mean and deviation by distance",
+        theory="log E[Z] from mean and\ndeviation by distance",
         measured="mean of log Z over rows",
     ) as axes:
         for m, (name, ax) in enumerate(zip(names, axes, strict=True)):
             predicted = np.median(law[:, m], axis=(0, 1))
             plots.total_attention(ax, middle, {name: measured[:, m]}, {name: predicted}, first=m)
             ax.set_title(name.replace(", ", ",\n"))
-        ax.set_ylim(max(measured.min(), -25), min(measured.max() + 1, 15))
 
     entropy, last = (
         {name: survey[what][:, m].mean((0, 1)) for m, name in enumerate(names)}

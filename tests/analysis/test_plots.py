@@ -35,21 +35,25 @@ def test_profiles_draw_each_mechanism_over_log_distance(ax, draw):
 def test_total_attention_has_points_bars_and_theory_of_one_colour(ax):
     measured = {"none": np.array([[1.0, 2, 3, 4], [0, 1, 2, 3], [3.0, 4, 5, 6]])}
     assert plots.total_attention(ax, T, measured, {"none": TWO["none"] + 1}, first=2) is ax
-    (points, _, (bars,)), line = ax.containers[0], ax.get_lines()[-1]
+    *bars, points, line = ax.get_lines()
     assert points.get_ydata().tolist() == [1, 2, 3, 4]
-    assert bars.get_segments()[0][:, 1].tolist() == [0, 3]
+    assert [bar.get_ydata().tolist() for bar in bars] == [[0, 3], [1, 4], [2, 5], [3, 6]]
+    assert [bar.get_xdata().tolist() for bar in bars] == [[t, t] for t in T]
     assert line.get_ydata().tolist() == [2, 3, 4, 5]
     assert line.get_color() == points.get_color() == plots.COLOURS[2]
 
 
-def test_entropy_is_drawn_against_the_log_or_its_root_with_the_fitted_line(ax):
-    growing = {"none": 2 * np.log(T) + 1}
-    assert plots.entropy(ax, T, growing) is ax
-    (x, _), (ends, fitted) = drawn(ax)
+def test_entropy_is_drawn_against_the_log_or_its_root_with_theory_and_its_band(ax):
+    theory = {"none": np.stack([np.log(T) + shift for shift in (1, 0, 2)])}
+    assert plots.entropy(ax, T, {"none": TWO["none"]}, theory) is ax
+    (x, y), (_, line) = drawn(ax)
     np.testing.assert_allclose(x, np.log(T))
-    np.testing.assert_allclose(fitted, 2 * ends + 1)
+    assert y.tolist() == TWO["none"].tolist()
+    np.testing.assert_allclose(line, np.log(T) + 1)
+    band = ax.collections[-1].get_paths()[0].vertices[:, 1]
+    np.testing.assert_allclose((band.min(), band.max()), (np.log(10), np.log(10000) + 2))
     other = Figure().subplots()
-    plots.entropy(other, T, growing, root=True)
+    plots.entropy(other, T, TWO, root=True)
     np.testing.assert_allclose(drawn(other)[0][0] ** 2, x)
     assert other.get_xlabel() != ax.get_xlabel()
 
@@ -106,6 +110,20 @@ def test_slopes_show_every_head_and_the_median(ax):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["none", "other"]
 
 
+def test_every_value_and_a_tick_beside_it_is_within_the_axes(ax):
+    far = np.array([0.0, 30.0, -19.0, -50.0])
+    measured = np.stack([far, far - 650, far + 1])
+    plots.total_attention(ax, T, {"none": measured}, {"none": far + 5})
+    low, high = ax.get_ylim()
+    assert low < -700
+    assert high > 35
+    assert ax.get_xlim()[0] > 3
+    assert {-600, -200, -20, -10, 0, 10, 20} <= set(ax.get_yticks())
+    other = Figure().subplots()
+    plots.slopes(other, {"none": [-40.0, 0.1, 3.0]})
+    assert {-0.5, 0.5} < set(other.get_xticks())
+
+
 def test_colours_can_be_told_apart_without_red_and_green():
     """Under simulated deuteranopia (Viénot, Brettel & Mollon 1999), in linear light."""
     simulate = np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]])
@@ -130,13 +148,26 @@ def test_a_figure_is_readable_at_800_pixels(tmp_path):
 
 def test_panels_share_their_scale_and_label_the_outer_ones(tmp_path):
     path = tmp_path / "panels.png"
+    bars = np.stack([TWO["none"], TWO["none"] - 1, TWO["none"] + 1])
     with plots.panels(path, 5, theory="theory", measured="measured") as axes:
         for place, ax in enumerate(axes):
-            plots.total_attention(ax, T, {"none": TWO["none"]}, first=place)
+            plots.total_attention(ax, T, {"none": bars}, first=place)
     assert path.stat().st_size > 0
     assert len({ax.get_ylim() for ax in axes}) == 1
     assert [bool(ax.get_xlabel()) for ax in axes] == [False, False, True, True, True]
-    assert [bool(ax.get_ylabel()) for ax in axes] == [True, False, False, True, False]
+    assert [bool(ax.get_ylabel()) for ax in axes] == [True, False, True, False, False]
+    (spare,) = set(axes[0].figure.axes) - set(axes)
+    assert [text.get_text() for text in spare.get_legend().get_texts()] == ["theory", "measured"]
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_panels_have_at_most_the_legends_hole(tmp_path, count):
+    with plots.panels(tmp_path / "panels.png", count, theory="a", measured="b") as axes:
+        for ax in axes:
+            plots.total_attention(ax, T, TWO)
+    assert len(axes) == count
+    assert len(axes[0].figure.axes) - count <= (2 if count == 10 else 1)
+    assert bool(axes[0].figure.legends) == (len(axes[0].figure.axes) == count)
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
