@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ class BaseLogits:
         sigma: Root mean square over rows of the deviation within a row `[H]`.
         skewness: Of the logits standardised by their row's mean and deviation, pooled `[H]`.
         excess_kurtosis: Likewise; 0 for a Gaussian.
-        qq_correlation: Correlation of the sorted sample with the quantiles of a Gaussian `[H]`.
-        sample: Up to 2^18 logits per head, evenly spaced in distance, standardised by their row's
-            mean and deviation and sorted `[H, M]`.
+        drawn: Up to 2^18 logits per head, evenly spaced in distance, standardised by their row's
+            mean and deviation `[H, M]`.
         count: Logits in each row and cell `[N, C]`.
         first, second: Sums of the logits and of their squares in each row and cell, both about
             `pivot` `[H, N, C]`.
@@ -34,12 +34,23 @@ class BaseLogits:
     sigma: Tensor
     skewness: Tensor
     excess_kurtosis: Tensor
-    qq_correlation: Tensor
-    sample: Tensor
+    drawn: Tensor
     count: Tensor
     first: Tensor
     second: Tensor
     pivot: Tensor
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """The drawn logits, sorted `[H, M]`."""
+        return self.drawn.sort().values
+
+    @property
+    def qq_correlation(self) -> Tensor:
+        """Correlation of the sorted sample with the quantiles of a Gaussian `[H]`."""
+        quantiles = normal_quantiles(self.sample.shape[1]).to(self.sample)
+        centred = self.sample - self.sample.mean(-1, keepdim=True)
+        return centred @ quantiles / (centred.norm(dim=-1) * quantiles.norm())
 
     def by_distance(self, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the logits in each cell, pooled over rows.
@@ -141,18 +152,13 @@ class BaseSums:
             for row, x in self.drawn
         ]
         sample = torch.cat(drawn, 1)
-        sample = sample[:, ~sample[0].isnan()].sort().values
-        quantiles = normal_quantiles(sample.shape[1]).to(sample)
-        centred = sample - sample.mean(-1, keepdim=True)
-        qq = centred @ quantiles / (centred.norm(dim=-1) * quantiles.norm())
         return BaseLogits(
             cells=self.cells,
             mu=centre.mean(-1),
             sigma=variance.mean(-1).sqrt(),
             skewness=skewness,
             excess_kurtosis=kurtosis - 3,
-            qq_correlation=qq,
-            sample=sample,
+            drawn=sample[:, ~sample[0].isnan()],
             count=self.count,
             first=self.powers[0],
             second=self.powers[1],

@@ -192,10 +192,10 @@ def _attention(
     zero = index.new_zeros(())
     out = []
     for rows in index.split(_BLOCK):
-        end = int(rows[-1]) + 1
+        start, end = int(rows[0]), int(rows[-1]) + 1
         mask = attention_mask(zero, zero, rows[:, None], index[None, :])
         mask = mask.expand(1, 1, len(rows), len(index))
-        if (mask & (index > rows[:, None])).any():
+        if (mask[..., start:] & (index[start:] > rows[:, None])).any():
             raise ValueError("model has no causal attention: a token attends to later ones")
         q, k, v, mask = query[:, :, rows], key[:, :, :end], value[:, :, :end], mask[..., :end]
         if softcap is None and s_aux is None:
