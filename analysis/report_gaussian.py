@@ -174,7 +174,7 @@ within ±{SLOPE}) under: {_listed(total)}. The unnormalised negentropy does not 
 
 **Total attention by range of distance**, in ranges with the edges tau (2^k - 1), tau = 10 for
 mechanisms that have none. Where a few rare rows carry the expectation, the points lie below the
-line; the verdict is on their slope.
+line; the verdict is on their slope. The scale is linear within ±20 and logarithmic outside.
 
 ![Entropy within ranges](entropy.png)
 

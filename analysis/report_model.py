@@ -258,11 +258,13 @@ means, at {settings.lengths[-1]:,} tokens. The negentropy's verdict follows from
 ![Slopes of all heads](slopes.png)
 
 **Slope of every head** (dots), their median (bar), and the band that counts as scale-invariant.
+The scale is linear within ±1 and logarithmic outside.
 
 ![Total attention by range of distance](total_attention.png)
 
 **Total attention by range of distance, relative to the nearest range**: medians over heads with
-the band of 80 % of them, and what follows from mean and deviation by distance.
+the band of 80 % of them, and what follows from mean and deviation by distance. The scale is linear
+within ±20 and logarithmic outside.
 
 ![Entropy and share of the last tokens against context length](length.png)
 
