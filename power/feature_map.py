@@ -76,6 +76,7 @@ def state_size(head_dim: int, deg: int = 2) -> int:
         ``D``.
 
     Raises:
+        TypeError: If ``head_dim`` or ``deg`` is not an int.
         ValueError: If ``head_dim`` is not positive, or ``deg`` not positive and even.
 
     Example:
@@ -83,6 +84,8 @@ def state_size(head_dim: int, deg: int = 2) -> int:
         [768, 2560, 9216]
     """
     check_degree(deg)
+    if not isinstance(head_dim, (int, torch.SymInt)):
+        raise TypeError(f"head_dim must be an int, got {type(head_dim).__name__}")
     if head_dim < 1:
         raise ValueError(f"head_dim must be 1 or more, got {head_dim}")
     tile = tile_size(head_dim, deg)
@@ -104,6 +107,10 @@ def monomials(head_dim: int, deg: int = 2) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         ``index [deg, D]`` (int64) and ``weight [D]`` (float64). All calls share them: read only.
+
+    Raises:
+        TypeError: If ``head_dim`` or ``deg`` is not an int.
+        ValueError: If ``head_dim`` is not positive, or ``deg`` not positive and even.
     """
     size = state_size(head_dim, deg)
     tile = tile_size(head_dim, deg)
@@ -136,8 +143,8 @@ def symmetric_power(x: Tensor, deg: int = 2) -> Tensor:
         ``PowerState``.
 
     Raises:
-        TypeError: If ``x`` is not floating.
-        ValueError: If ``deg`` is not positive and even.
+        TypeError: If ``x`` is not a floating tensor.
+        ValueError: If ``x`` has no channels, or ``deg`` is not positive and even.
 
     Reference:
         arXiv 2507.04239, Lemma 4.2 and section 4.1.1.
@@ -147,8 +154,11 @@ def symmetric_power(x: Tensor, deg: int = 2) -> Tensor:
         >>> symmetric_power(x) @ symmetric_power(x)
         tensor(25.)
     """
-    if not x.is_floating_point():
-        raise TypeError(f"x must have a floating dtype, got {x.dtype}")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x must be a tensor of a floating dtype, got {kind}")
+    if x.dim() == 0:
+        raise ValueError("x must have the shape [..., K], got []")
     index, weight = monomials(x.shape[-1], deg)
     first, *rest = torch.from_numpy(index).to(x.device)
     out = x[..., first] * torch.from_numpy(weight).to(x)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from power.feature_map import PowerState, state_size, symmetric_power
+from power.feature_map import PowerState, check_degree, state_size, symmetric_power
 
 Result = tuple[Tensor, PowerState | None]
 
@@ -60,6 +60,10 @@ def quadratic(
 
     Returns:
         The output ``[B, H, T, V]`` in the dtype of ``q``, and the state or None.
+
+    Raises:
+        TypeError: If ``deg`` is not an int.
+        ValueError: If ``deg`` is not positive and even.
     """
     return chunked(
         q,
@@ -91,6 +95,7 @@ def chunked(
     Arguments and results are those of :func:`quadratic`, and ``chunk_size``: the tokens of a
     chunk, or None for all.
     """
+    check_degree(deg)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     length = q.shape[2]
     state, outs = initial_state, []

@@ -71,7 +71,10 @@ def test_dtype_and_gradient():
         (ValueError, "deg must be positive and even .* got 0", lambda: state_size(8, 0)),
         (TypeError, "deg must be an int, got float", lambda: state_size(8, 2.0)),
         (ValueError, "head_dim must be 1 or more, got 0", lambda: state_size(0)),
+        (TypeError, "head_dim must be an int, got float", lambda: state_size(2.5)),
         (TypeError, "floating dtype, got torch.int64", lambda: symmetric_power(torch.arange(4))),
+        (TypeError, "floating dtype, got list", lambda: symmetric_power([1.0])),
+        (ValueError, r"the shape \[..., K\], got \[\]", lambda: symmetric_power(torch.ones(()))),
     ],
 )
 def test_errors(error, message, call):

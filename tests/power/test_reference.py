@@ -180,3 +180,9 @@ def test_gradients(form, deg, draw):
         return out, *state
 
     assert torch.autograd.gradcheck(call, (q, k, v, log_g, s, z))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=names)
+def test_an_odd_degree(form, draw):
+    with pytest.raises(ValueError, match=r"deg must be positive and even .* got 3"):
+        form(*draw(), deg=3)
