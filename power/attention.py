@@ -1,6 +1,5 @@
 """The public call: power attention over whole sequences, by the kernels or the reference."""
 
-import math
 import os
 from typing import Literal, overload
 
@@ -72,7 +71,8 @@ def power_attention(
               w_{ij} = (\mathrm{scale} \cdot q_i \cdot k_j)^p \, e^{G_i - G_j}, \qquad
               G_i = \sum_{m \le i} \mathrm{log\_g}_m
 
-    Differentiable in ``q``, ``k``, ``v``, ``log_g`` and the initial state. A query of zeros, whose
+    Differentiable in ``q``, ``k``, ``v``, ``log_g`` and the initial state: once, and in backward
+    mode (no second derivatives, ``torch.func.jvp`` or ``vmap``). A query of zeros, whose
     weights vanish, gives zero. Under autocast, ``q``, ``k`` and ``v`` are cast to its dtype.
 
     Args:
@@ -81,7 +81,7 @@ def power_attention(
             ``h // (H / H_kv)``.
         v: Values ``[B, H_kv, T, V]``; ``V`` may differ from ``K``.
         log_g: Logarithms ``[B, H_kv, T]`` of the gates, finite and <= 0, in fp32, or float64 where
-            ``q`` is. A token's gate discounts all tokens before it. None: no gates. The sign is
+            ``q`` is. A token's gate discounts all tokens before it. None: no gates. Values are
             checked on a CPU only, where that is free.
         deg: The even power ``p``.
         scale: Factor on the scores, not 0; None for ``1/sqrt(K)``. It cancels in the division, and
@@ -119,21 +119,9 @@ def power_attention(
     batch, _, length, head_dim = q.shape
     sequences = batch
     if cu_seqlens is not None:
-        check_tensor("cu_seqlens", cu_seqlens, ("N + 1",), (torch.int32, torch.int64), q.device)
-        sequences = cu_seqlens.shape[0] - 1
-        if batch != 1 or sequences < 1:
-            raise ValueError(
-                "cu_seqlens must hold the bounds of sequences packed into a batch of 1, got "
-                f"{sequences + 1} bounds and a batch of {batch}"
-            )
+        sequences = count_sequences(cu_seqlens, q)
     if initial_state is not None:
-        if not isinstance(initial_state, tuple) or len(initial_state) != 2:
-            kind = type(initial_state).__name__
-            raise TypeError(f"initial_state must be a PowerState or None, got {kind}")
-        shape, dtype = (sequences, k.shape[1], state_size(head_dim, deg)), state_dtype(q.dtype)
-        s, z = initial_state
-        check_tensor("initial_state.s", s, (*shape, v.shape[3]), (dtype,), q.device)
-        check_tensor("initial_state.z", z, shape, (dtype,), q.device)
+        check_state("initial_state", initial_state, sequences, k, v, deg)
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be a positive int or None, got {chunk_size!r}")
     impl = choose_impl(impl, q)
@@ -162,11 +150,11 @@ def prepare(
     check_degree(deg)
     if scale is not None and not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and (scale == 0 or not math.isfinite(scale)):
-        raise ValueError(f"scale must be finite and not 0, got {scale}")
+    if scale is not None and not 2.0 ** (-1000 / deg) < abs(scale) < 2.0 ** (1000 / deg):
+        raise ValueError(f"scale and its power must be finite and not 0, got {scale}")
     check_tensor("q", q, ("B", "H", "T", "K"))
-    if not q.is_floating_point():
-        raise TypeError(f"q must have a floating dtype, got {q.dtype}")
+    if not q.is_floating_point() or q.dtype.itemsize < 2:
+        raise TypeError(f"q must have a floating dtype of 16 bits or more, got {q.dtype}")
     dtype = q.dtype
     kind = q.device.type
     autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
@@ -209,6 +197,29 @@ def check_tensor(
         raise TypeError(f"{name} must have the dtype {wanted}, got {x.dtype}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
+
+
+def check_state(
+    name: str, state: PowerState, sequences: int, k: Tensor, v: Tensor, deg: int
+) -> None:
+    """Raise unless ``state`` is one of as many sequences of such keys and values."""
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise TypeError(f"{name} must be a PowerState or None, got {type(state).__name__}")
+    shape, dtype = (sequences, k.shape[1], state_size(k.shape[3], deg)), state_dtype(k.dtype)
+    check_tensor(f"{name}.s", state[0], (*shape, v.shape[3]), (dtype,), k.device)
+    check_tensor(f"{name}.z", state[1], shape, (dtype,), k.device)
+
+
+def count_sequences(cu_seqlens: Tensor, x: Tensor) -> int:
+    """Return how many sequences are packed into ``x``, or raise; no value is read."""
+    check_tensor("cu_seqlens", cu_seqlens, ("N + 1",), (torch.int32, torch.int64), x.device)
+    bounds = cu_seqlens.shape[0]
+    if x.shape[0] != 1 or bounds < 2:
+        raise ValueError(
+            "cu_seqlens must hold the bounds of sequences packed into a batch of 1, got "
+            f"{bounds} bounds and a batch of {x.shape[0]}"
+        )
+    return bounds - 1
 
 
 def choose_impl(impl: Impl, q: Tensor) -> Impl:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from power.attention import Impl, check_tensor, choose_impl, power_attention, prepare
+from power.attention import Impl, check_state, check_tensor, choose_impl, power_attention, prepare
 from power.feature_map import PowerState, state_size, symmetric_power
 from power.operator import check_values
 from power.reference import fold, grouped, state_dtype
@@ -72,6 +72,8 @@ class DecodeState(NamedTuple):
             ValueError: If shapes or sizes do not fit.
         """
         check_tensor("k", k, ("B", "H_kv", "n", "K"))
+        if not k.is_floating_point():
+            raise TypeError(f"k must have a floating dtype, got {k.dtype}")
         k, _, v, _ = prepare(k, k, v, log_g, deg, None)
         batch, kv_heads, tokens, head_dim = k.shape
         _check_chunk_size(chunk_size)
@@ -86,8 +88,7 @@ class DecodeState(NamedTuple):
             past = PowerState(
                 k.new_zeros(*shape, v.shape[-1], dtype=dtype), k.new_zeros(shape, dtype=dtype)
             )
-        check_tensor("past.s", past[0], (*shape, v.shape[-1]), (dtype,), k.device)
-        check_tensor("past.z", past[1], shape, (dtype,), k.device)
+        check_state("past", past, batch, k, v, deg)
         buffers = (
             k.new_zeros(batch, kv_heads, chunk_size, head_dim),
             k.new_zeros(batch, kv_heads, chunk_size, v.shape[-1]),
@@ -131,7 +132,8 @@ def power_attention_prefill(
 
     Raises:
         TypeError: If an argument has the wrong type or dtype.
-        ValueError: If shapes, devices or values do not fit.
+        ValueError: If shapes, devices or values do not fit, or the kernels do not take them.
+        ImportError: If the kernels are to be used and Triton is not installed.
     """
     q, k, v, scale = prepare(q, k, v, log_g, deg, scale)
     _check_chunk_size(chunk_size)
@@ -213,8 +215,7 @@ def power_attention_step(
             "q, k, v and log_g must not require gradients, which a step does not have: call it "
             "under torch.no_grad(), or power_attention over all tokens"
         )
-    if not isinstance(state, DecodeState):
-        raise TypeError(f"state must be a DecodeState, got {type(state).__name__}")
+    check_decode_state(state)
     batch, kv_heads, _, head_dim = k.shape
     heads, chunk, value_dim = (batch, kv_heads), state.k.shape[2], v.shape[-1]
     dtype, size = state_dtype(q.dtype), state_size(head_dim, deg)
@@ -320,6 +321,12 @@ def _attend(
     denominator = weights.sum(-1) + (phi @ z[..., None])[..., 0]
     out = numerator / denominator.masked_fill(denominator == 0, 1)[..., None]
     return out.flatten(1, 2).to(q.dtype)
+
+
+def check_decode_state(state: DecodeState) -> None:
+    """Raise unless ``state`` is a ``DecodeState``; its tensors are not looked at."""
+    if not isinstance(state, DecodeState):
+        raise TypeError(f"state must be a DecodeState, got {type(state).__name__}")
 
 
 def _check_chunk_size(chunk_size: int) -> None:

@@ -179,11 +179,13 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 def check_values(q: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Raise where the values of CPU tensors are wrong; on a GPU that would cost a wait."""
-    if log_g is not None and log_g.device.type == "cpu" and (log_g > 0).any():
-        raise ValueError(
-            f"log_g must be <= 0 (a gate of at most 1), got {log_g.max().item():.4g}; "
-            "logsigmoid makes log-gates of any number"
-        )
+    if log_g is not None and log_g.device.type == "cpu":
+        wrong = log_g[~((log_g <= 0) & log_g.isfinite())]
+        if wrong.numel():
+            raise ValueError(
+                f"log_g must be <= 0 and finite (a gate of at most 1), got {wrong[0].item():.4g}; "
+                "logsigmoid makes log-gates of any number, and cu_seqlens starts sequences anew"
+            )
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
         bounds = cu_seqlens.tolist()
         rising = all(start <= stop for start, stop in pairwise(bounds))

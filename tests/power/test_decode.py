@@ -189,9 +189,11 @@ def test_errors(error, message, changes, draw):
         ),
         (r"past.s must have the shape \[2, 2, 64, 6\]", lambda k, v: start(k, v, past=(v, v))),
         ("chunk_size must be", lambda k, v: power_attention_prefill(k, k, v, chunk_size=0)),
+        ("past must be a PowerState or None, got int", lambda k, v: start(k, v, past=1)),
+        ("k must have a floating dtype, got torch.int64", lambda k, v: start(k.long(), v)),
     ],
 )
 def test_errors_at_the_start(message, call, draw):
     _, k, v, _ = draw()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(k, v)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from power import operator
 from power.attention import power_attention
+from power.decode import power_attention_prefill
 from power.feature_map import PowerState
 
 
@@ -75,6 +76,16 @@ def test_compile_once_for_all_lengths(draw):
             inputs = draw(length=length)
             want = power_attention(*inputs, chunk_size=16)
             assert torch.equal(compiled(*inputs, chunk_size=16), want)
+
+
+@pytest.mark.parametrize("call", [power_attention, power_attention_prefill])
+def test_compile_once_for_all_lengths_and_scales(call, draw):
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length, scale in ((70, 0.3), (129, -0.7)):
+        inputs = draw(length=length)
+        got, want = compiled(*inputs, scale=scale), call(*inputs, scale=scale)
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
 
 
 def test_errors_under_compile_are_the_same(draw):
