@@ -6,8 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from power.attention import Impl, power_attention
-from power.decode import DecodeState, power_attention_prefill, power_attention_step
+from power.attention import Impl, check_tensor, count_sequences, power_attention
+from power.decode import (
+    DecodeState,
+    check_decode_state,
+    power_attention_prefill,
+    power_attention_step,
+)
 from power.feature_map import check_degree
 from power.reference import state_dtype
 
@@ -77,18 +82,21 @@ class PowerAttention(nn.Module):
         super().__init__()
         check_degree(deg)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if min(dim, num_heads, kv_heads) < 1 or num_heads % kv_heads:
+        sizes = dim, num_heads, kv_heads, *(x for x in (head_dim, value_dim) if x is not None)
+        if min(sizes) < 1 or num_heads % kv_heads:
             raise ValueError(
-                "dim, num_heads and num_kv_heads must be positive, and num_heads a multiple of "
-                f"num_kv_heads, got {dim}, {num_heads} and {kv_heads}"
+                "dim, num_heads, num_kv_heads, head_dim and value_dim must be positive, and "
+                f"num_heads a multiple of num_kv_heads, got {', '.join(map(str, sizes))}"
             )
         if head_dim is None and dim % num_heads:
             raise ValueError(
                 f"dim must be a multiple of num_heads where head_dim is None, got {dim} and "
                 f"{num_heads}"
             )
-        if not 1 < horizons[0] <= horizons[1]:
-            raise ValueError(f"horizons must be above 1 and not fall, got {horizons}")
+        if len(horizons) != 2 or not 1 < horizons[0] <= horizons[1] < torch.inf:
+            raise ValueError(
+                f"horizons must be two finite numbers above 1 that do not fall, got {horizons}"
+            )
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, kv_heads
@@ -128,11 +136,13 @@ class PowerAttention(nn.Module):
             ``[B, T, dim]``.
 
         Raises:
-            ValueError: If ``x`` has another shape.
+            TypeError: If ``x`` or ``cu_seqlens`` has the wrong type or dtype.
+            ValueError: If their shapes or bounds do not fit.
         """
         self._check(x)
         positions = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
+            count_sequences(cu_seqlens, x)
             bounds = cu_seqlens.long()
             starts = bounds[torch.searchsorted(bounds[1:], positions, right=True)]
             positions = positions - starts
@@ -155,6 +165,7 @@ class PowerAttention(nn.Module):
             ``[B, T, dim]``, and the state.
 
         Raises:
+            TypeError: If ``x`` is not a tensor.
             ValueError: If ``x`` has another shape.
         """
         self._check(x)
@@ -178,9 +189,11 @@ class PowerAttention(nn.Module):
             ``[B, n, dim]``, and the state after these tokens.
 
         Raises:
+            TypeError: If ``x`` is not a tensor or ``state`` not a ``DecodeState``.
             ValueError: If ``x`` has another shape, or gradients are enabled.
         """
         self._check(x)
+        check_decode_state(state)
         positions = state.length[:, None] + torch.arange(x.shape[1], device=x.device)
         out, state = power_attention_step(
             *self._project(x, positions), state, deg=self.deg, inplace=inplace, impl=self.impl
@@ -192,8 +205,7 @@ class PowerAttention(nn.Module):
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, deg={self.deg}"
 
     def _check(self, x: Tensor) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must have the shape [B, T, {self.dim}], got {list(x.shape)}")
+        check_tensor("x", x, ("B", "T", self.dim))
 
     def _project(
         self, x: Tensor, positions: Tensor

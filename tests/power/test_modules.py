@@ -154,10 +154,14 @@ def test_parts_can_be_left_out(x):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("num_heads a multiple of num_kv_heads, got 24, 4 and 3", {"num_kv_heads": 3}),
-        ("positive, .* got 24, 0 and 0", {"num_heads": 0}),
+        ("num_heads a multiple of num_kv_heads, got 24, 4, 3", {"num_kv_heads": 3}),
+        ("positive, .* got 24, 0, 0", {"num_heads": 0}),
+        ("positive, .* got 24, 4, 4, -1", {"head_dim": -1}),
+        ("positive, .* got 24, 4, 4, 0", {"value_dim": 0}),
         ("dim must be a multiple of num_heads .* got 24 and 5", {"num_heads": 5}),
-        (r"horizons must be above 1 and not fall, got \(1, 4\)", {"horizons": (1, 4)}),
+        (r"horizons must be two .* got \(1, 4\)", {"horizons": (1, 4)}),
+        (r"horizons must be two .* got \(5,\)", {"horizons": (5,)}),
+        (r"horizons must be two .* got \(5, inf\)", {"horizons": (5, math.inf)}),
         ("deg must be positive and even", {"deg": 3}),
     ],
 )
@@ -171,6 +175,14 @@ def test_errors_of_calls(layer, x):
         layer(x[..., 1:])
     with pytest.raises(ValueError, match=r"call it under torch.no_grad\(\)"):
         layer.step(x[:, :1], layer.prefill(x[:, :0])[1])
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        layer([x])
+    with pytest.raises(TypeError, match="state must be a DecodeState, got tuple"):
+        layer.step(x, (1, 2))
+    with pytest.raises(TypeError, match="cu_seqlens must be a tensor, got list"):
+        layer(x[:1], cu_seqlens=[0, 50])
+    with pytest.raises(ValueError, match="got 0 bounds and a batch of 1"):
+        layer(x[:1], cu_seqlens=torch.tensor([], dtype=torch.int32))
 
 
 def test_import_is_light():
