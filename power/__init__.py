@@ -1,8 +1,8 @@
 """Power attention: even powers of scores as weights, in time linear in the sequence length.
 
-``power_attention`` is the call over whole sequences and ``power_attention_step`` that of decoding;
-``PowerAttention`` is a layer of both. ``power.reference`` has the formula in eager PyTorch, and
-``power.kernels``, imported when first needed, the same in Triton.
+`power_attention` is the call over whole sequences and `power_attention_step` that of decoding;
+`PowerAttention` is a layer of both. `power.reference` has the formula in eager PyTorch, and
+`power.kernels`, imported when first needed, the same in Triton.
 """
 
 from power.attention import power_attention

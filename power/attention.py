@@ -65,55 +65,53 @@ def power_attention(
     cu_seqlens: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, PowerState]:
-    r"""Causal attention whose weights are even powers of the scores, in time linear in ``T``.
+    r"""Causal attention whose weights are even powers of the scores, in time linear in `T`.
 
     .. math:: \mathrm{out}_i = \frac{\sum_{j \le i} w_{ij} v_j}{\sum_{j \le i} w_{ij}}, \qquad
               w_{ij} = (\mathrm{scale} \cdot q_i \cdot k_j)^p \, e^{G_i - G_j}, \qquad
               G_i = \sum_{m \le i} \mathrm{log\_g}_m
 
-    Differentiable in ``q``, ``k``, ``v``, ``log_g`` and the initial state: once, and in backward
-    mode (no second derivatives, ``torch.func.jvp`` or ``vmap``). A query of zeros, whose
-    weights vanish, gives zero. Under autocast, ``q``, ``k`` and ``v`` are cast to its dtype.
+    Differentiable in `q`, `k`, `v`, `log_g` and the initial state: once, and in backward
+    mode (no second derivatives, `torch.func.jvp` or `vmap`). A query of zeros, whose
+    weights vanish, gives zero. Under autocast, `q`, `k` and `v` are cast to its dtype.
 
     Args:
-        q: Queries ``[B, H, T, K]``.
-        k: Keys ``[B, H_kv, T, K]``, with ``H`` a multiple of ``H_kv``: query head ``h`` reads head
-            ``h // (H / H_kv)``.
-        v: Values ``[B, H_kv, T, V]``; ``V`` may differ from ``K``.
-        log_g: Logarithms ``[B, H_kv, T]`` of the gates, finite and <= 0, in fp32, or float64 where
-            ``q`` is. A token's gate discounts all tokens before it. None: no gates. Values are
+        q: Queries `[B, H, T, K]`.
+        k: Keys `[B, H_kv, T, K]`, with `H` a multiple of `H_kv`: query head `h` reads head
+            `h // (H / H_kv)`.
+        v: Values `[B, H_kv, T, V]`; `V` may differ from `K`.
+        log_g: Logarithms `[B, H_kv, T]` of the gates, finite and <= 0, in fp32, or float64 where
+            `q` is. A token's gate discounts all tokens before it. None: no gates. Values are
             checked on a CPU only, where that is free.
-        deg: The even power ``p``.
-        scale: Factor on the scores, not 0; None for ``1/sqrt(K)``. It cancels in the division, and
+        deg: The even power `p`.
+        scale: Factor on the scores, not 0; None for `1/sqrt(K)`. It cancels in the division, and
             only moves the range of the numbers.
         chunk_size: Tokens of a chunk; between chunks the state is passed on. One that holds all
-            tokens gives the attention form, quadratic in ``T``. None chooses by ``T``; name a size
-            to export a graph whose ``T`` is dynamic.
+            tokens gives the attention form, quadratic in `T`. None chooses by `T`; name a size
+            to export a graph whose `T` is dynamic.
         initial_state: What earlier tokens left: one state for each sequence. While it holds fewer
-            than about eight tokens it is inexact (see ``power.reference``).
+            than about eight tokens it is inexact (see `power.reference`).
         return_state: Whether the state after the last token is returned too.
-        cu_seqlens: Where each of ``N`` sequences packed into a batch of one starts, and the end:
-            ``[N + 1]``, int32 or int64, rising from 0 to ``T`` (checked on a CPU only). A sequence
-            may be empty. States then have ``N`` for their batch.
+        cu_seqlens: Where each of `N` sequences packed into a batch of one starts, and the end:
+            `[N + 1]`, int32 or int64, rising from 0 to `T` (checked on a CPU only). A sequence
+            may be empty. States then have `N` for their batch.
         impl: "triton" for the kernels, "reference" for eager PyTorch. "auto" is the reference on a
             CPU and the kernels on a GPU, whatever they do not take being an error.
 
     Returns:
-        ``[B, H, T, V]`` in the dtype of ``q``; with ``return_state`` also the ``PowerState``.
+        `[B, H, T, V]` in the dtype of `q`; with `return_state` also the `PowerState`.
 
     Raises:
         TypeError: If an argument has the wrong type or dtype.
         ValueError: If shapes, devices or values do not fit, or the kernels do not take them.
         ImportError: If the kernels are to be used and Triton is not installed.
 
-    Reference:
-        Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention"
-        (arXiv 2507.04239), equation 7; the gate as in section 2.
+    Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv
+    2507.04239), equation 7; the gate as in section 2.
 
-    Example:
-        >>> q, k, v = torch.randn(3, 1, 2, 100, 16)
-        >>> power_attention(q, k, v).shape
-        torch.Size([1, 2, 100, 16])
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 16)
+    >>> power_attention(q, k, v).shape
+    torch.Size([1, 2, 100, 16])
     """
     q, k, v, scale = prepare(q, k, v, log_g, deg, scale)
     batch, _, length, head_dim = q.shape
@@ -183,7 +181,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] = (),
     device: torch.device | None = None,
 ) -> None:
-    """Raise unless ``x`` is a tensor of this shape (words are any size), dtype and device."""
+    """Raise unless `x` is a tensor of this shape (words are any size), dtype and device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() != len(shape) or any(
@@ -202,7 +200,7 @@ def check_tensor(
 def check_state(
     name: str, state: PowerState, sequences: int, k: Tensor, v: Tensor, deg: int
 ) -> None:
-    """Raise unless ``state`` is one of as many sequences of such keys and values."""
+    """Raise unless `state` is one of as many sequences of such keys and values."""
     if not isinstance(state, tuple) or len(state) != 2:
         raise TypeError(f"{name} must be a PowerState or None, got {type(state).__name__}")
     shape, dtype = (sequences, k.shape[1], state_size(k.shape[3], deg)), state_dtype(k.dtype)
@@ -211,7 +209,7 @@ def check_state(
 
 
 def count_sequences(cu_seqlens: Tensor, x: Tensor) -> int:
-    """Return how many sequences are packed into ``x``, or raise; no value is read."""
+    """Return how many sequences are packed into `x`, or raise; no value is read."""
     check_tensor("cu_seqlens", cu_seqlens, ("N + 1",), (torch.int32, torch.int64), x.device)
     bounds = cu_seqlens.shape[0]
     if x.shape[0] != 1 or bounds < 2:

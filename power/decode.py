@@ -1,6 +1,6 @@
 """Decoding: power attention token by token, at a cost that does not grow with the tokens before.
 
-While a state holds few tokens, the expanded form cancels (see ``power.reference``). So the latest
+While a state holds few tokens, the expanded form cancels (see `power.reference`). So the latest
 tokens stay keys and values, in an open chunk, and are folded into the state when that is full. All
 sizes are fixed and all counts are tensors: a step can be compiled or captured in a CUDA graph.
 """
@@ -22,13 +22,13 @@ class DecodeState(NamedTuple):
     """What decoding remembers: the state of all folded tokens, and the open chunk after them.
 
     Attributes:
-        s: Features times values of the folded tokens, as in ``PowerState``, ``[B, H_kv, D, V]``.
-        z: Features of the folded tokens, ``[B, H_kv, D]``.
-        k: Keys of the open chunk, ``[B, H_kv, C, K]``, of which the first ``filled`` are filled.
-        v: Values of the open chunk, ``[B, H_kv, C, V]``.
-        log_g: Log-gates of the open chunk, ``[B, H_kv, C]``, in the dtype of ``s``.
-        filled: Tokens in the open chunk of each sequence, from 0 to ``C - 1``, int32 ``[B]``.
-        length: Tokens seen in all, int64 ``[B]``: the position of the next one.
+        s: Features times values of the folded tokens, as in `PowerState`, `[B, H_kv, D, V]`.
+        z: Features of the folded tokens, `[B, H_kv, D]`.
+        k: Keys of the open chunk, `[B, H_kv, C, K]`, of which the first `filled` are filled.
+        v: Values of the open chunk, `[B, H_kv, C, V]`.
+        log_g: Log-gates of the open chunk, `[B, H_kv, C]`, in the dtype of `s`.
+        filled: Tokens in the open chunk of each sequence, from 0 to `C - 1`, int32 `[B]`.
+        length: Tokens seen in all, int64 `[B]`: the position of the next one.
     """
 
     s: Tensor
@@ -52,17 +52,17 @@ class DecodeState(NamedTuple):
         deg: int = 2,
         chunk_size: int = CHUNK_SIZE,
     ) -> "DecodeState":
-        """Return the state after the tokens in ``past`` and, after them, those of an open chunk.
+        """Return the state after the tokens in `past` and, after them, those of an open chunk.
 
         Args:
-            k: Keys ``[B, H_kv, n, K]`` of the latest ``n < chunk_size`` tokens, ``n = 0`` allowed.
-            v: Their values ``[B, H_kv, n, V]``.
-            log_g: Their log-gates ``[B, H_kv, n]``; None for no gates.
-            past: The state of all tokens before, as ``power_attention`` returns it; None for none.
+            k: Keys `[B, H_kv, n, K]` of the latest `n < chunk_size` tokens, `n = 0` allowed.
+            v: Their values `[B, H_kv, n, V]`.
+            log_g: Their log-gates `[B, H_kv, n]`; None for no gates.
+            past: The state of all tokens before, as `power_attention` returns it; None for none.
                 While it holds fewer than about eight tokens, it is inexact.
-            past_length: Tokens in ``past``; decoding only counts on from there.
+            past_length: Tokens in `past`; decoding only counts on from there.
             deg: The even power.
-            chunk_size: Tokens ``C`` of the open chunk, 8 or more.
+            chunk_size: Tokens `C` of the open chunk, 8 or more.
 
         Returns:
             The state, which shares no memory with the arguments.
@@ -118,17 +118,17 @@ def power_attention_prefill(
     exact after a prompt of any length.
 
     Args:
-        q: Queries ``[B, H, T, K]``; this and what follows as in ``power_attention``.
-        k: Keys ``[B, H_kv, T, K]``.
-        v: Values ``[B, H_kv, T, V]``.
-        log_g: Log-gates ``[B, H_kv, T]``, or None.
+        q: Queries `[B, H, T, K]`; this and what follows as in `power_attention`.
+        k: Keys `[B, H_kv, T, K]`.
+        v: Values `[B, H_kv, T, V]`.
+        log_g: Log-gates `[B, H_kv, T]`, or None.
         deg: The even power.
-        scale: Factor on the scores; None for ``1/sqrt(K)``.
+        scale: Factor on the scores; None for `1/sqrt(K)`.
         chunk_size: Tokens of the open chunk, 8 or more.
         impl: "auto", "triton" or "reference".
 
     Returns:
-        The output ``[B, H, T, V]`` and the state after the prompt.
+        The output `[B, H, T, V]` and the state after the prompt.
 
     Raises:
         TypeError: If an argument has the wrong type or dtype.
@@ -177,36 +177,35 @@ def power_attention_step(
     inplace: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, DecodeState]:
-    """Power attention of the next token, or the next few, equal to ``power_attention`` over all.
+    """Power attention of the next token, or the next few, equal to `power_attention` over all.
 
     Not differentiable. For a whole prompt, :func:`power_attention_prefill` is quicker.
 
     Args:
-        q: Queries ``[B, H, n, K]`` of the next ``n`` tokens.
-        k: Keys ``[B, H_kv, n, K]``.
-        v: Values ``[B, H_kv, n, V]``.
-        log_g: Log-gates ``[B, H_kv, n]``, finite and <= 0; None for no gates.
-        state: What decoding remembers. It begins with ``DecodeState.start`` or
+        q: Queries `[B, H, n, K]` of the next `n` tokens.
+        k: Keys `[B, H_kv, n, K]`.
+        v: Values `[B, H_kv, n, V]`.
+        log_g: Log-gates `[B, H_kv, n]`, finite and <= 0; None for no gates.
+        state: What decoding remembers. It begins with `DecodeState.start` or
             :func:`power_attention_prefill`.
         deg: The even power that the state was made with.
-        scale: Factor on the scores; None for ``1/sqrt(K)``.
-        inplace: Whether the tensors of ``state`` are updated themselves, not copies of them.
-        impl: "auto", "triton" or "reference", as in ``power_attention``.
+        scale: Factor on the scores; None for `1/sqrt(K)`.
+        inplace: Whether the tensors of `state` are updated themselves, not copies of them.
+        impl: "auto", "triton" or "reference", as in `power_attention`.
 
     Returns:
-        The output ``[B, H, n, V]`` and the state after these tokens.
+        The output `[B, H, n, V]` and the state after these tokens.
 
     Raises:
         TypeError: If an argument has the wrong type or dtype.
         ValueError: If shapes, devices or values do not fit, or an input requires a gradient.
         ImportError: If the kernels are to be used and Triton is not installed.
 
-    Example:
-        >>> q, k, v = torch.randn(3, 1, 2, 1, 16)
-        >>> state = DecodeState.start(k[:, :, :0], v[:, :, :0])
-        >>> out, state = power_attention_step(q, k, v, None, state)
-        >>> state.length
-        tensor([1])
+    >>> q, k, v = torch.randn(3, 1, 2, 1, 16)
+    >>> state = DecodeState.start(k[:, :, :0], v[:, :, :0])
+    >>> out, state = power_attention_step(q, k, v, None, state)
+    >>> state.length
+    tensor([1])
     """
     q, k, v, scale = prepare(q, k, v, log_g, deg, scale)
     inputs = (q, k, v) if log_g is None else (q, k, v, log_g)
@@ -264,7 +263,7 @@ def _step(
     scale: float,
     impl: str,
 ) -> Tensor:
-    """Return the output of the next tokens; the tensors of ``DecodeState`` are updated."""
+    """Return the output of the next tokens; the tensors of `DecodeState` are updated."""
     check_values(q, log_g, None)
     length += q.shape[2]
     if not q.numel():
@@ -308,7 +307,7 @@ def _attend(
     deg: int,
     scale: float,
 ) -> Tensor:
-    """Return the output ``[B, H, V]`` of the last token in each open chunk."""
+    """Return the output `[B, H, V]` of the last token in each open chunk."""
     dtype = s.dtype
     rows = grouped(q[:, :, None], k)[:, :, :, 0].to(dtype)  # [B, H_kv, R, K]
     empty = torch.arange(k.shape[2], device=k.device) >= filled[:, None, None]  # [B, 1, C]
@@ -324,7 +323,7 @@ def _attend(
 
 
 def check_decode_state(state: DecodeState) -> None:
-    """Raise unless ``state`` is a ``DecodeState``; its tensors are not looked at."""
+    """Raise unless `state` is a `DecodeState`; its tensors are not looked at."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must be a DecodeState, got {type(state).__name__}")
 

@@ -22,43 +22,41 @@ Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class PowerAttention(nn.Module):
     """Causal power attention with its projections, gates and output norm.
 
-    ``out = W_o norm(power_attention(rotary(W_q x, W_k x), W_v x, logsigmoid(W_g x + b_g)))``
+    `out = W_o norm(power_attention(rotary(W_q x, W_k x), W_v x, logsigmoid(W_g x + b_g)))`
 
-    A gate ``g`` forgets a token after about ``1 / (1 - g)`` more. The gates start independent of
-    the input (``W_g = 0``), with the horizons of the key heads spread geometrically between two
-    bounds ``a`` and ``b``: head ``h`` has ``a (b/a)^((h + 1/2) / H_kv)``, by
-    ``b_g = log(horizon - 1)``.
+    A gate `g` forgets a token after about `1 / (1 - g)` more. The gates start independent of
+    the input (`W_g = 0`), with the horizons of the key heads spread geometrically between two
+    bounds `a` and `b`: head `h` has `a (b/a)^((h + 1/2) / H_kv)`, by
+    `b_g = log(horizon - 1)`.
 
     Args:
         dim: Channels of the input and output.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key and value heads ``H_kv``, a divisor of ``H``; None for ``H``.
-        head_dim: Channels ``K`` of a query or key; None for ``dim / H``.
-        value_dim: Channels ``V`` of a value; None for ``K``.
+        num_heads: Query heads `H`.
+        num_kv_heads: Key and value heads `H_kv`, a divisor of `H`; None for `H`.
+        head_dim: Channels `K` of a query or key; None for `dim / H`.
+        value_dim: Channels `V` of a value; None for `K`.
         deg: The even power.
         gated: Whether there are gates.
-        horizons: The bounds ``a`` and ``b``, in tokens, above 1.
-        rotary: A function of queries ``[B, H, T, K]``, keys ``[B, H_kv, T, K]`` and positions
-            (int64, ``[B, T]`` or ``[1, T]``, from 0 in each sequence) that returns queries and
+        horizons: The bounds `a` and `b`, in tokens, above 1.
+        rotary: A function of queries `[B, H, T, K]`, keys `[B, H_kv, T, K]` and positions
+            (int64, `[B, T]` or `[1, T]`, from 0 in each sequence) that returns queries and
             keys, in their dtype. None for no positions.
-        norm: Whether an RMS norm over ``V``, shared by the heads, follows the attention.
-        chunk_size: Tokens of a chunk in ``forward``; None chooses.
-        impl: "auto", "triton" or "reference", as in ``power_attention``.
+        norm: Whether an RMS norm over `V`, shared by the heads, follows the attention.
+        chunk_size: Tokens of a chunk in `forward`; None chooses.
+        impl: "auto", "triton" or "reference", as in `power_attention`.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
     Raises:
-        TypeError: If ``deg`` is not an int.
+        TypeError: If `deg` is not an int.
         ValueError: If sizes, the degree or the horizons do not fit.
 
-    Reference:
-        Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv 2507.04239).
-        The spread of the gates is this library's choice.
+    Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv
+    2507.04239). The spread of the gates is this library's choice.
 
-    Example:
-        >>> layer = PowerAttention(64, num_heads=4)
-        >>> layer(torch.randn(2, 100, 64)).shape
-        torch.Size([2, 100, 64])
+    >>> layer = PowerAttention(64, num_heads=4)
+    >>> layer(torch.randn(2, 100, 64)).shape
+    torch.Size([2, 100, 64])
     """
 
     def __init__(
@@ -129,14 +127,14 @@ class PowerAttention(nn.Module):
         """Attend over whole sequences.
 
         Args:
-            x: Inputs ``[B, T, dim]``.
-            cu_seqlens: Bounds of sequences packed into a batch of one, as in ``power_attention``.
+            x: Inputs `[B, T, dim]`.
+            cu_seqlens: Bounds of sequences packed into a batch of one, as in `power_attention`.
 
         Returns:
-            ``[B, T, dim]``.
+            `[B, T, dim]`.
 
         Raises:
-            TypeError: If ``x`` or ``cu_seqlens`` has the wrong type or dtype.
+            TypeError: If `x` or `cu_seqlens` has the wrong type or dtype.
             ValueError: If their shapes or bounds do not fit.
         """
         self._check(x)
@@ -159,14 +157,14 @@ class PowerAttention(nn.Module):
         """Attend over a prompt, and return the state to decode from.
 
         Args:
-            x: Inputs ``[B, T, dim]``; ``T = 0`` gives the state to start from.
+            x: Inputs `[B, T, dim]`; `T = 0` gives the state to start from.
 
         Returns:
-            ``[B, T, dim]``, and the state.
+            `[B, T, dim]`, and the state.
 
         Raises:
-            TypeError: If ``x`` is not a tensor.
-            ValueError: If ``x`` has another shape.
+            TypeError: If `x` is not a tensor.
+            ValueError: If `x` has another shape.
         """
         self._check(x)
         positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -181,16 +179,16 @@ class PowerAttention(nn.Module):
         """Attend from the next token, or the next few. Not differentiable.
 
         Args:
-            x: Inputs ``[B, n, dim]``.
+            x: Inputs `[B, n, dim]`.
             state: What :meth:`prefill` or the step before returned.
-            inplace: Whether the tensors of ``state`` are updated themselves.
+            inplace: Whether the tensors of `state` are updated themselves.
 
         Returns:
-            ``[B, n, dim]``, and the state after these tokens.
+            `[B, n, dim]`, and the state after these tokens.
 
         Raises:
-            TypeError: If ``x`` is not a tensor or ``state`` not a ``DecodeState``.
-            ValueError: If ``x`` has another shape, or gradients are enabled.
+            TypeError: If `x` is not a tensor or `state` not a `DecodeState`.
+            ValueError: If `x` has another shape, or gradients are enabled.
         """
         self._check(x)
         check_decode_state(state)

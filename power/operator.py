@@ -1,7 +1,7 @@
 """Power attention as an operator of PyTorch, so that what it is used under need not look inside.
 
-``power::attention`` and ``power::attention_backward`` know the shapes of their results, and the
-second is registered as the gradient of the first. ``torch.compile``, ``torch.export``, activation
+`power::attention` and `power::attention_backward` know the shapes of their results, and the
+second is registered as the gradient of the first. `torch.compile`, `torch.export`, activation
 checkpointing, autocast and DDP thus treat them like a matrix product. The reference goes through
 the same operators as the kernels, so what holds on a CPU holds on a GPU.
 
@@ -35,9 +35,9 @@ def attention(
     return_state: bool,
     impl: str,
 ) -> list[Tensor]:
-    """Return the output, ``s`` and ``z`` where asked for, and what the backward pass needs.
+    """Return the output, `s` and `z` where asked for, and what the backward pass needs.
 
-    ``state`` holds ``s`` and ``z`` or nothing, ``chunk_size=None`` is the attention form, ``impl``
+    `state` holds `s` and `z` or nothing, `chunk_size=None` is the attention form, `impl`
     is "triton" or "reference". The results share no memory with the arguments.
     """
     check_values(q, log_g, cu_seqlens)
@@ -112,9 +112,9 @@ def attention_backward(
     return_state: bool,
     impl: str,
 ) -> list[Tensor]:
-    """Return the gradients of ``q``, ``k``, ``v`` and those of ``log_g``, ``s``, ``z`` that exist.
+    """Return the gradients of `q`, `k`, `v` and those of `log_g`, `s`, `z` that exist.
 
-    ``grads`` are those of the output, ``s`` and ``z``; ``results`` the output and what the forward
+    `grads` are those of the output, `s` and `z`; `results` the output and what the forward
     pass saved, and empty for the reference, which computes it again.
     """
     with torch.autocast(q.device.type, enabled=False):

@@ -1,17 +1,17 @@
 r"""Power attention in eager PyTorch: three forms of one formula, any dtype and any even degree.
 
-Token ``i`` of a query head weighs the tokens ``j <= i`` of its sequence by
+Token `i` of a query head weighs the tokens `j <= i` of its sequence by
 
 .. math:: w_{ij} = (\mathrm{scale} \cdot q_i \cdot k_j)^p \, e^{G_i - G_j}, \qquad
           \mathrm{out}_i = \sum_j w_{ij} v_j \Big/ \sum_j w_{ij},
 
-where ``G`` is the running sum of the log-gates. :func:`quadratic` computes just that.
-:func:`recurrent` writes the power as ``phi(q_i) . phi(k_j)`` and carries a ``PowerState`` from
-token to token, ``s_i = e^{log_g_i} s_{i-1} + phi(k_i) v_i^T``. :func:`chunked` uses the first
+where `G` is the running sum of the log-gates. :func:`quadratic` computes just that.
+:func:`recurrent` writes the power as `phi(q_i) . phi(k_j)` and carries a `PowerState` from
+token to token, `s_i = e^{log_g_i} s_{i-1} + phi(k_i) v_i^T`. :func:`chunked` uses the first
 inside chunks and the second between them.
 
-A row whose weights are all zero (``q_i = 0``) gives zero, with zero gradients. While a state holds
-few tokens, ``phi(q) . phi(k)`` cancels where ``(q . k)^p`` is small against ``|q|^p |k|^p``, and
+A row whose weights are all zero (`q_i = 0`) gives zero, with zero gradients. While a state holds
+few tokens, `phi(q) . phi(k)` cancels where `(q . k)^p` is small against `|q|^p |k|^p`, and
 the division carries the rounding error to the output. In 1,600 rows of normal inputs of head size
 64, degree 2, the largest error is 2e-7 in float64 and 20 in fp32 with one token in the state, and
 2e-14 and 1e-5 with eight. So :func:`chunked` puts its first chunk through a state only where it is
@@ -46,24 +46,24 @@ def quadratic(
     initial_state: PowerState | None = None,
     return_state: bool = False,
 ) -> Result:
-    """Power attention by the matrix of all weights: time and memory grow with ``T^2``.
+    """Power attention by the matrix of all weights: time and memory grow with `T^2`.
 
     Args:
-        q: Queries ``[B, H, T, K]``.
-        k: Keys ``[B, H_kv, T, K]``; ``H`` is a multiple of ``H_kv``.
-        v: Values ``[B, H_kv, T, V]``.
-        log_g: Log-gates ``[B, H_kv, T]``, finite and <= 0; None for no gates.
-        deg: The even power ``p``.
-        scale: Factor on the scores; None for ``1/sqrt(K)``.
+        q: Queries `[B, H, T, K]`.
+        k: Keys `[B, H_kv, T, K]`; `H` is a multiple of `H_kv`.
+        v: Values `[B, H_kv, T, V]`.
+        log_g: Log-gates `[B, H_kv, T]`, finite and <= 0; None for no gates.
+        deg: The even power `p`.
+        scale: Factor on the scores; None for `1/sqrt(K)`.
         initial_state: The state that earlier tokens left, or None.
         return_state: Whether to compute the state after the last token.
 
     Returns:
-        The output ``[B, H, T, V]`` in the dtype of ``q``, and the state or None.
+        The output `[B, H, T, V]` in the dtype of `q`, and the state or None.
 
     Raises:
-        TypeError: If ``deg`` is not an int.
-        ValueError: If ``deg`` is not positive and even.
+        TypeError: If `deg` is not an int.
+        ValueError: If `deg` is not positive and even.
     """
     return chunked(
         q,
@@ -90,9 +90,9 @@ def chunked(
     initial_state: PowerState | None = None,
     return_state: bool = False,
 ) -> Result:
-    """Power attention by weights inside chunks and the state between them: linear in ``T``.
+    """Power attention by weights inside chunks and the state between them: linear in `T`.
 
-    Arguments and results are those of :func:`quadratic`, and ``chunk_size``: the tokens of a
+    Arguments and results are those of :func:`quadratic`, and `chunk_size`: the tokens of a
     chunk, or None for all.
     """
     check_degree(deg)
@@ -152,17 +152,17 @@ def packed(
 
     Args:
         form: One of the three forms, its degree, scale and chunk size bound.
-        q: Queries ``[1, H, T, K]``.
-        k: Keys ``[1, H_kv, T, K]``.
-        v: Values ``[1, H_kv, T, V]``.
-        log_g: Log-gates ``[1, H_kv, T]``, or None.
-        cu_seqlens: Where each of the ``N`` sequences starts, and the end: ``[N + 1]``, from 0 to
-            ``T``, not falling. A sequence may be empty.
-        initial_state: One state for each sequence (``B = N``), or None.
+        q: Queries `[1, H, T, K]`.
+        k: Keys `[1, H_kv, T, K]`.
+        v: Values `[1, H_kv, T, V]`.
+        log_g: Log-gates `[1, H_kv, T]`, or None.
+        cu_seqlens: Where each of the `N` sequences starts, and the end: `[N + 1]`, from 0 to
+            `T`, not falling. A sequence may be empty.
+        initial_state: One state for each sequence (`B = N`), or None.
         return_state: Whether to compute the state after each sequence.
 
     Returns:
-        The output ``[1, H, T, V]``, and one state for each sequence or None.
+        The output `[1, H, T, V]`, and one state for each sequence or None.
     """
     outs, states = [], []
     for n, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -231,19 +231,19 @@ def _attend(
 def _query(
     q: Tensor, state: PowerState, deg: int, factor: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return what a state gives to numerator and denominator of queries ``[B, H_kv, R, T, K]``."""
+    """Return what a state gives to numerator and denominator of queries `[B, H_kv, R, T, K]`."""
     phi = factor * symmetric_power(q.to(state.s.dtype), deg)
     return phi @ state.s[:, :, None], (phi @ state.z[:, :, None, :, None])[..., 0]
 
 
 def _divide(numerator: Tensor, denominator: Tensor, q: Tensor) -> Tensor:
-    """Return ``[B, H, T, V]`` in the dtype of ``q``, zero where a row has no weights."""
+    """Return `[B, H, T, V]` in the dtype of `q`, zero where a row has no weights."""
     out = numerator / denominator.masked_fill(denominator == 0, 1)[..., None]
     return out.flatten(1, 2).to(q.dtype)
 
 
 def grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Return queries ``[B, H_kv, H / H_kv, T, K]``: beside the key head that they share."""
+    """Return queries `[B, H_kv, H / H_kv, T, K]`: beside the key head that they share."""
     return q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
 
 

@@ -1,14 +1,14 @@
 r"""The gradient of the chunked form, written out in eager PyTorch.
 
-With ``n_i`` and ``d_i`` for numerator and denominator of ``out_i``, and a bar for gradients,
+With `n_i` and `d_i` for numerator and denominator of `out_i`, and a bar for gradients,
 
 .. math:: \bar n_i = \overline{\mathrm{out}}_i / d_i, \quad
           \bar d_i = -\bar n_i \cdot \mathrm{out}_i, \quad
           \bar w_{ij} = \bar n_i \cdot v_j + \bar d_i .
 
-``w_ij = (scale q_i k_j)^p exp(G_i - G_j)`` leads on to ``q`` and ``k``, and to ``G`` by the row
-sums minus the column sums of ``w_ij`` times its gradient. What the state adds to ``n`` and ``d``
-is linear in ``s``, ``z`` and ``phi(q)``. A log-gate is part of every ``G`` of its chunk from its
+`w_ij = (scale q_i k_j)^p exp(G_i - G_j)` leads on to `q` and `k`, and to `G` by the row
+sums minus the column sums of `w_ij` times its gradient. What the state adds to `n` and `d`
+is linear in `s`, `z` and `phi(q)`. A log-gate is part of every `G` of its chunk from its
 token on. States before chunks are computed again, and their gradients pass from the last to the
 first.
 """
@@ -35,12 +35,12 @@ def chunked_backward(
     chunk_size: int | None,
     initial_state: PowerState | None,
 ) -> Gradients:
-    """Return the gradients of ``power.reference.chunked``.
+    """Return the gradients of `power.reference.chunked`.
 
     Args:
-        dout: Gradient of the output, ``[B, H, T, V]``.
+        dout: Gradient of the output, `[B, H, T, V]`.
         dstate: Gradient of the last state; None where there is none.
-        q: Queries. This and what follows is as in ``chunked``.
+        q: Queries. This and what follows is as in `chunked`.
         k: Keys.
         v: Values.
         log_g: Log-gates.
@@ -50,7 +50,7 @@ def chunked_backward(
         initial_state: The state before.
 
     Returns:
-        The gradients of ``q``, ``k``, ``v``, ``log_g`` and ``initial_state``, the last two None
+        The gradients of `q`, `k`, `v`, `log_g` and `initial_state`, the last two None
         where these are.
     """
     length = q.shape[2]
@@ -146,7 +146,7 @@ def _chunk_backward(
 
 
 def _symmetric_power_backward(grad: Tensor, x: Tensor, deg: int) -> Tensor:
-    """Return the gradient of ``x``, given that of ``symmetric_power(x, deg)``."""
+    """Return the gradient of `x`, given that of `symmetric_power(x, deg)`."""
     index, weight = monomials(x.shape[-1], deg)
     channels = torch.from_numpy(index).to(x.device)
     grad = grad * torch.from_numpy(weight).to(x)

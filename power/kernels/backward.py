@@ -29,7 +29,7 @@ def derivative(x, DEG: tl.constexpr):
 
 @triton.jit
 def query_block(t0, step, steps, kv_head, T, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Return the queries of a step, and where their head begins; a head has ``steps`` of them."""
+    """Return the queries of a step, and where their head begins; a head has `steps` of them."""
     if GROUP == 1:
         head, block = kv_head, step
     else:

@@ -76,9 +76,9 @@ def unsupported(
     """Say why the kernels cannot take these arguments and what can, or None. No data is read.
 
     Args:
-        q: Queries ``[B, H, T, K]``.
-        k: Keys ``[B, H_kv, T, K]``.
-        v: Values ``[B, H_kv, T, V]``.
+        q: Queries `[B, H, T, K]`.
+        k: Keys `[B, H_kv, T, K]`.
+        v: Values `[B, H_kv, T, V]`.
         log_g: Log-gates or None.
         deg: The even power.
         chunk_size: Tokens of a chunk; None for the attention form or for the kernels' choice.
@@ -101,7 +101,7 @@ def unsupported(
 
 
 def choose_chunk_size(T: int, K: int, V: int, deg: int, dtype: torch.dtype) -> int | None:
-    """Return the quicker chunk size for ``T`` tokens, or None for the attention form."""
+    """Return the quicker chunk size for `T` tokens, or None for the attention form."""
     size = max(K, V)
     return None if deg != 2 or _ATTENTION_UP_TO[size] >= T else _CHUNK[size]
 
@@ -122,7 +122,7 @@ def saved_shapes(
     chunk_size: int | None,
     return_state: bool,
 ) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """Return shape and dtype of what ``forward`` saves: denominators, gate sums, chunk states."""
+    """Return shape and dtype of what `forward` saves: denominators, gate sums, chunk states."""
     B, H, T, K = q.shape
     saved: list[tuple[tuple[Any, ...], torch.dtype]] = [((B, H, T), torch.float32)]
     if log_g is not None:

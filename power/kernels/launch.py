@@ -125,7 +125,7 @@ class _Call:
         return convert(s, z, self.sizes["K"], unit)
 
     def from_state(self, state: Tensor, unit: float) -> tuple[Tensor, Tensor]:
-        """Undo ``to_state``."""
+        """Undo `to_state`."""
         convert = from_quartic if self.sizes["DEG"] == 4 else from_kernel
         return convert(state, self.sizes["K"], self.sizes["V"], unit)
 
@@ -139,7 +139,7 @@ class _Call:
     def sum_chunks(
         self, x: Tensor, xt: Tensor, xft: Tensor, y: Tensor, delta: Tensor | None, every: bool
     ) -> Tensor:
-        """Return the chunks' sums; ``delta`` is given in the backward pass."""
+        """Return the chunks' sums; `delta` is given in the backward pass."""
         K, V = self.sizes["K"], self.sizes["V"]
         BV, blocks = min(V, 64), K // 16
         group = 1 if delta is None else self.sizes["GROUP"]
@@ -178,7 +178,7 @@ def forward(
     chunk_size: int | None,
     return_state: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-    """Return the output, the last state where asked for, and what ``backward`` needs."""
+    """Return the output, the last state where asked for, and what `backward` needs."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     c = _Call.of(q, k, v, log_g, s0, cu_seqlens, deg, scale, chunk_size, return_state)
     lay, HK, K, V = c.lay, c.kv_heads, q.shape[-1], v.shape[-1]
@@ -371,7 +371,7 @@ def step(
     deg: int,
     scale: float,
 ) -> Tensor:
-    """Return the output of the next tokens ``[B, H, n, V]``; parts of the state are updated."""
+    """Return the output of the next tokens `[B, H, n, V]`; parts of the state are updated."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     log_g = None if log_g is None else log_g.contiguous()
     (B, H, n, K), HK, V, C = q.shape, k.shape[1], v.shape[-1], open_k.shape[2]

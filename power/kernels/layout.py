@@ -14,14 +14,14 @@ class Layout(NamedTuple):
     """Where the chunks lie.
 
     Attributes:
-        chunk: Tokens of a chunk, ``C``.
-        padded: ``C`` rounded up: the row length of transposed keys and queries.
+        chunk: Tokens of a chunk, `C`.
+        padded: `C` rounded up: the row length of transposed keys and queries.
         total: Chunks in all; of packed sequences, an upper bound.
         per_row: Chunks of one batch row.
         sequences: Sequences, each of which has a state.
-        table: ``[total, 5]`` int32, a row a chunk: start, end, whether tokens of its sequence lie
+        table: `[total, 5]` int32, a row a chunk: start, end, whether tokens of its sequence lie
             before it, and after it, and its slot. None where nothing is packed.
-        first: ``[sequences + 1]`` int32: the first chunk of each packed sequence, or None.
+        first: `[sequences + 1]` int32: the first chunk of each packed sequence, or None.
     """
 
     chunk: int
@@ -34,13 +34,13 @@ class Layout(NamedTuple):
 
 
 def count_chunks(B: int, T: int, chunk_size: int | None, sequences: int | None) -> int:
-    """Return the chunks of ``B`` rows, or, at most, of ``sequences`` packed into one row."""
+    """Return the chunks of `B` rows, or, at most, of `sequences` packed into one row."""
     chunk = T if chunk_size is None or chunk_size > T else chunk_size
     return B * ((T + chunk - 1) // chunk) if sequences is None else T // chunk + sequences
 
 
 def count_slots(B: int, T: int, chunk_size: int | None, sequences: int | None, full: bool) -> int:
-    """Return the chunk states to keep: those between chunks, with ``full`` also both ends."""
+    """Return the chunk states to keep: those between chunks, with `full` also both ends."""
     count = count_chunks(B, T, chunk_size, sequences)
     ends = B if sequences is None else sequences
     return count + ends if full else count - ends
@@ -49,9 +49,9 @@ def count_slots(B: int, T: int, chunk_size: int | None, sequences: int | None, f
 def chunk_layout(
     q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, full: bool
 ) -> Layout:
-    """Cut ``q [B, H, T, K]`` into chunks, without a synchronisation; None makes a single one.
+    """Cut `q [B, H, T, K]` into chunks, without a synchronisation; None makes a single one.
 
-    A chunk's slot is where the state before it is kept; the state after it follows. With ``full``
+    A chunk's slot is where the state before it is kept; the state after it follows. With `full`
     those before and after a whole sequence are kept too.
     """
     B, T = q.shape[0], q.shape[2]
@@ -78,9 +78,9 @@ def chunk_layout(
 
 
 def kernel_state_size(K: int, V: int, deg: int) -> int:
-    """Return the numbers in a kernel state: tiles of 256 rows of ``V``, then its ``z``.
+    """Return the numbers in a kernel state: tiles of 256 rows of `V`, then its `z`.
 
-    That is ``[K, K]`` in degree 2, and a number a row in degree 4.
+    That is `[K, K]` in degree 2, and a number a row in degree 4.
     """
     if deg == 4:
         return state_size(K, 4) * (V + 1)
@@ -105,7 +105,7 @@ class StateMaps(NamedTuple):
         row: The public row of each kernel row.
         weight: Its weight, 1 or sqrt(2).
         mirror: The kernel row of the same channels in the other order, where that is in its tile.
-        pair: The entry of the flat ``[K, K]`` matrix that each public row of z is read from.
+        pair: The entry of the flat `[K, K]` matrix that each public row of z is read from.
         pair_weight: The weight of the public row.
         z_row: The public row of each entry of the matrix.
     """
@@ -135,7 +135,7 @@ def state_maps(K: int, device: torch.device) -> StateMaps:
 
 
 def to_kernel(s: Tensor, z: Tensor, K: int, unit: float) -> Tensor:
-    """Lay a public state, or its gradient, out for the kernels: ``[N, H, size]`` in fp32.
+    """Lay a public state, or its gradient, out for the kernels: `[N, H, size]` in fp32.
 
     What is antisymmetric within a tile is left out, as it meets no query and no key.
     """
@@ -148,7 +148,7 @@ def to_kernel(s: Tensor, z: Tensor, K: int, unit: float) -> Tensor:
 
 
 def from_kernel(state: Tensor, K: int, V: int, unit: float) -> tuple[Tensor, Tensor]:
-    """Undo ``to_kernel``."""
+    """Undo `to_kernel`."""
     maps = state_maps(K, state.device)
     tiles = state[..., : -K * K].unflatten(-1, (-1, V)) * (maps.weight[:, None] / unit)
     s = torch.empty_like(tiles)
@@ -157,7 +157,7 @@ def from_kernel(state: Tensor, K: int, V: int, unit: float) -> tuple[Tensor, Ten
 
 
 def antisymmetric(s: Tensor, z: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """Return what ``to_kernel`` leaves out of a public state."""
+    """Return what `to_kernel` leaves out of a public state."""
     s_kept, z_kept = from_kernel(to_kernel(s, z, K, 1.0), K, s.shape[-1], 1.0)
     return s - s_kept, z - z_kept
 
@@ -204,7 +204,7 @@ def to_quartic(s: Tensor, z: Tensor, K: int, unit: float) -> Tensor:
 
 
 def from_quartic(state: Tensor, K: int, V: int, unit: float) -> tuple[Tensor, Tensor]:
-    """Undo ``to_quartic``."""
+    """Undo `to_quartic`."""
     maps = quartic_maps(K, state.device)
     D = len(maps.row)
     s, z = state.new_empty(*state.shape[:-1], D, V), state.new_empty(*state.shape[:-1], D)
@@ -223,7 +223,7 @@ def multiplicities(K: int, V: int, deg: int, device: torch.device) -> Tensor:
 
 
 def total_decay(log_g: Tensor | None, cu_seqlens: Tensor | None, like: Tensor) -> Tensor:
-    """Return what is left of each initial state at the end: ``[N, H_kv, 1]``."""
+    """Return what is left of each initial state at the end: `[N, H_kv, 1]`."""
     if log_g is None:
         return like.new_ones(1)
     if cu_seqlens is None:

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Degree 4: what the state adds, for kernels that see a chunk alone.
 
-Channels are cut into blocks of 4. A tile of the state is four blocks ``a <= b <= c <= d``: 256
+Channels are cut into blocks of 4. A tile of the state is four blocks `a <= b <= c <= d`: 256
 rows, the products of one channel of each, bare as in degree 2; the number of orders in which a
-tile's blocks stand for the same products is applied where a state is read. ``z`` lies behind the
+tile's blocks stand for the same products is applied where a state is read. `z` lies behind the
 tiles, a number a row. There are 35 tiles at head size 16 and 330 at 32, listed in a table.
 
 The attention kernels take the chunks as if nothing lay before them, and leave fp32 results;
@@ -25,20 +25,20 @@ def block(p_x, p_block, m):
 
 @triton.jit
 def outer(x, y, M: tl.constexpr, N: tl.constexpr):
-    """Return all products of a row of ``x [M, N]`` and of ``y [M, N]``: [M, N N]."""
+    """Return all products of a row of `x [M, N]` and of `y [M, N]`: [M, N N]."""
     return tl.reshape(x[:, :, None] * y[:, None, :], [M, N * N])
 
 
 @triton.jit
 def put(dx, block, M: tl.constexpr, K: tl.constexpr):
-    """Return [M, K] with ``dx [M, 4]`` in the channels of one block, and zeros."""
+    """Return [M, K] with `dx [M, 4]` in the channels of one block, and zeros."""
     at = tl.arange(0, K // 4)[None, :, None] == block
     return tl.reshape(tl.where(at, dx[:, None, :], 0.0), [M, K])
 
 
 @triton.jit
 def products_bwd(dphi, p_tile, x_a, x_b, x_c, x_d, M: tl.constexpr, K: tl.constexpr):
-    """Return the gradient of M rows from that of a tile's products, ``[M, 256]``."""
+    """Return the gradient of M rows from that of a tile's products, `[M, 256]`."""
     x_ab, x_cd = outer(x_a, x_b, M, 4), outer(x_c, x_d, M, 4)
     dphi = tl.reshape(dphi, [M, 16, 16])
     d_ab = tl.reshape(tl.sum(dphi * x_cd[:, None, :], 2), [M, 4, 4])

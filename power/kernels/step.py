@@ -12,7 +12,7 @@ from power.kernels.forward import power
 
 @triton.jit
 def products(p_x, p_index, rows, mask, D: tl.constexpr, DEG: tl.constexpr):
-    """Return the products of the channels that ``rows`` of the index table name, in fp32."""
+    """Return the products of the channels that `rows` of the index table name, in fp32."""
     out = tl.load(p_x + tl.load(p_index + rows, mask=mask, other=0)).to(tl.float32)
     for m in tl.static_range(1, DEG):
         out *= tl.load(p_x + tl.load(p_index + m * D + rows, mask=mask, other=0)).to(tl.float32)
