@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"score_mods": score_mods, "power": power, "analysis": analysis}
 # What may be imported where, at the top of a file or inside a function.
 ONLY_IN = {
-    "matplotlib": ("analysis/plots.py",),
+    "matplotlib": ("analysis/plots/",),
     "triton": ("power/kernels/", "benchmarks/"),
     "transformers": ("huggingface.py", "benchmarks/"),
 }
