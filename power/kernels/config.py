@@ -92,10 +92,10 @@ def unsupported(
         return f'the kernels take head sizes {sizes}, got K = {K}, V = {V}; use impl="reference"'
     passed = with_state or (chunk_size is not None and chunk_size < q.shape[2])
     if passed and deg != 2 and (deg != 4 or K > 32):
+        way = "" if with_state else "chunk_size=None (the attention form), or "
         return (
             "the kernels pass states between chunks in degree 2, and in degree 4 at head sizes 16 "
-            f"and 32, got deg = {deg} and K = {K}; use chunk_size=None without states (the "
-            'attention form), or impl="reference"'
+            f'and 32, got deg = {deg} and K = {K}; use {way}impl="reference"'
         )
     return None
 

@@ -1,4 +1,7 @@
-"""The sequence of launches of the forward pass, the backward pass and a decoding step."""
+"""The sequence of launches of the forward pass, the backward pass and a decoding step.
+
+What grows with the data is on a grid's first axis: the others end at 65,535 programs.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +149,7 @@ class _Call:
         state = x.new_empty(self.slots, self.kv_heads, self.size)
         if self.sizes["DEG"] == 4:
             tiles = quartic_maps(K, x.device).tiles
-            quartic_update_kernel[(V // BV * len(tiles), self.lay.total, self.kv_heads)](
+            quartic_update_kernel[(V // BV * len(tiles) * self.lay.total, self.kv_heads)](
                 xt, xft, y, delta, state, tiles, self.lay.table, *self.folded, self.kv_heads,
                 GROUP=group, K=K, V=V, BV=BV, BT=QUARTIC_ROWS[x.dtype.itemsize], NT=len(tiles),
                 UNIT=self.unit if delta is None else 1.0, BACKWARD=delta is not None, ALL=every,
@@ -154,8 +157,8 @@ class _Call:
                 PRECISION=self.sizes["PRECISION"], num_warps=8, num_stages=2,
             )  # fmt: skip
             return state
-        grid = (V // BV * blocks * (blocks + 1) // 2 + 1, self.lay.total, self.kv_heads)
-        update_kernel[grid](
+        programs = V // BV * blocks * (blocks + 1) // 2 + 1
+        update_kernel[(programs * self.lay.total, self.kv_heads)](
             x, xt, xft, y, delta, state, self.lay.table, *self.folded, self.kv_heads,
             GROUP=group, K=K, V=V, BV=BV, UNIT=self.unit if delta is None else 1.0,
             BACKWARD=delta is not None, ALL=every, FULL=self.sizes["FULL"],
@@ -203,7 +206,7 @@ def forward(
             )
             state = c.sum_chunks(k, kt, kft, v, None, return_state)
             del kt, kft
-            scan_fwd_kernel[(triton.cdiv(c.size, _SCAN), lay.sequences * HK)](
+            scan_fwd_kernel[(triton.cdiv(c.size, _SCAN) * lay.sequences * HK,)](
                 state, g, start, last, lay.table, lay.first, *c.cut, HK, c.size,
                 BLOCK=_SCAN, INITIAL=c.initial, FINAL=return_state, **c.flags,
             )  # fmt: skip
@@ -308,7 +311,7 @@ def backward(
             if c.initial:
                 ds0 = q.new_empty(lay.sequences, HK, c.size, dtype=torch.float32)
             weight = multiplicities(K, V, deg, q.device) * c.scale**deg
-            scan_bwd_kernel[(parts, lay.sequences * HK)](
+            scan_bwd_kernel[(parts * lay.sequences * HK,)](
                 dstate, state, g, weight, end, ds0, flow, lay.table, lay.first, *c.cut, HK, c.size,
                 BLOCK=_SCAN, INITIAL=c.initial, FINAL=final, **c.flags,
             )  # fmt: skip
@@ -384,7 +387,7 @@ def step(
     latest = (open_k, open_v, open_log_g, filled)
     with torch.cuda.device_of(q):
         for t in range(n):
-            step_state_kernel[(splits, B * HK)](
+            step_state_kernel[(splits * B * HK,)](
                 q, k, v, log_g, s, z, *latest, index, weight, part, t, n, HK,
                 D=D, BD=BD, BC=16, PRECISION=exact, **sizes,
             )  # fmt: skip

@@ -62,7 +62,9 @@ def quartic_update_kernel(
     Backward, x and y are queries and output gradients, and the second sum is weighted by -delta.
     """
     SIZE: tl.constexpr = 256 * NT * (V + 1)
-    tile, n, h = tl.program_id(0) % NT, tl.program_id(1), tl.program_id(2)
+    NP: tl.constexpr = V // BV * NT
+    pid, n, h = tl.program_id(0) % NP, tl.program_id(0) // NP, tl.program_id(1)
+    tile = pid % NT
     b, start, end, past, future, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     if not ALL:
         if BACKWARD:
@@ -73,7 +75,7 @@ def quartic_update_kernel(
                 return
     slot += 0 if BACKWARD else 1
     p_state += (slot * H + h).to(tl.int64) * SIZE
-    o_v = tl.program_id(0) // NT * BV + tl.arange(0, BV)
+    o_v = pid // NT * BV + tl.arange(0, BV)
     o_t = tl.arange(0, BT)
     o_4 = tl.arange(0, 4)
     p_tiles += 4 * tile
@@ -104,7 +106,7 @@ def quartic_update_kernel(
     o_row = tile * 256 + tl.arange(0, 256)
     kind = p_state.dtype.element_ty
     tl.store(p_state + o_row[:, None] * V + o_v[None, :], (acc * UNIT).to(kind))
-    if tl.program_id(0) < NT:
+    if pid < NT:
         tl.store(p_state + 256 * NT * V + o_row, (acc_z * UNIT).to(kind))
 
 

@@ -143,7 +143,8 @@ def update_kernel(
     NB: tl.constexpr = K // 16
     NT: tl.constexpr = NB * (NB + 1) // 2
     SIZE: tl.constexpr = 256 * NT * V + K * K
-    n, h = tl.program_id(1), tl.program_id(2)
+    NP: tl.constexpr = V // BV * NT + 1
+    pid, n, h = tl.program_id(0) % NP, tl.program_id(0) // NP, tl.program_id(1)
     b, start, end, past, future, slot = chunk_bounds(p_chunks, n, T, C, NC, FULL, VARLEN)
     if not ALL:
         if BACKWARD:
@@ -155,13 +156,12 @@ def update_kernel(
     slot += 0 if BACKWARD else 1
     p_state += (slot * H + h).to(tl.int64) * SIZE
     steps = tl.cdiv(end - start, BT)
-    pid = tl.program_id(0)
     first = h * GROUP
     p_xt += (n * H * GROUP + first).to(tl.int64) * K * CP
     p_xft += (n * H * GROUP + first).to(tl.int64) * K * CP
     tokens = (b * H * GROUP + first).to(tl.int64) * T + start
     o_t = tl.arange(0, BT)
-    if pid < (V // BV) * NT:
+    if pid < NP - 1:
         i_a, i_b = tile_blocks(pid % NT, NB)
         o_i = tl.arange(0, 16)
         o_v = pid // NT * BV + tl.arange(0, BV)
@@ -208,8 +208,10 @@ def scan_fwd_kernel(
 ):  # fmt: skip
     """Turn the chunks' sums U into the states after them, in place: S <- 2^g_end S + U."""
     FULL: tl.constexpr = INITIAL or FINAL
-    seq, h = tl.program_id(1) // H, tl.program_id(1) % H
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.cdiv(SIZE, BLOCK)
+    part, row = tl.program_id(0) % parts, tl.program_id(0) // parts
+    seq, h = row // H, row % H
+    o = part * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
     first, last, slot = sequence_chunks(p_chunks, p_first, seq, NC, FULL, VARLEN)
     count = last - first if FINAL else last - first - 1
@@ -247,8 +249,10 @@ def scan_bwd_kernel(
     Also write a block's part of <dS, S> at the start of each chunk: the gradient of a gate there.
     """
     FULL: tl.constexpr = INITIAL or FINAL
-    seq, h = tl.program_id(1) // H, tl.program_id(1) % H
-    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.cdiv(SIZE, BLOCK)
+    part, row = tl.program_id(0) % parts, tl.program_id(0) // parts
+    seq, h = row // H, row % H
+    o = part * BLOCK + tl.arange(0, BLOCK)
     m = o < SIZE
     first, last, slot = sequence_chunks(p_chunks, p_first, seq, NC, FULL, VARLEN)
     base = (slot * H + h).to(tl.int64) * SIZE + o
@@ -282,8 +286,8 @@ def scan_bwd_kernel(
         tl.store(p_dstate + i * step, acc.to(p_dstate.dtype.element_ty), mask=m)
         b_d0, b_d1, b_d2 = b_d1, b_d2, b_d3
         if p_flow is not None:
-            p_part = p_flow + ((first + i) * H + h).to(tl.int64) * tl.num_programs(0)
-            tl.store(p_part + tl.program_id(0), tl.sum(acc * b_w * b_s0.to(tl.float32), 0))
+            p_part = p_flow + ((first + i) * H + h).to(tl.int64) * parts
+            tl.store(p_part + part, tl.sum(acc * b_w * b_s0.to(tl.float32), 0))
             b_s0, b_s1 = b_s1, b_s2
     if INITIAL:
         tl.store(p_ds0 + (seq * H + h).to(tl.int64) * SIZE + o, acc, mask=m)

@@ -27,7 +27,8 @@ def step_state_kernel(
     C: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write phi(q) s and phi(q) z over BD rows; fold the open chunk in if token t fills it."""
-    split, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    SPLITS: tl.constexpr = (D + BD - 1) // BD
+    split, bh = tl.program_id(0) % SPLITS, (tl.program_id(0) // SPLITS).to(tl.int64)
     rows = split * BD + tl.arange(0, BD)
     m = rows < D
     o_v = tl.arange(0, V)
@@ -39,7 +40,7 @@ def step_state_kernel(
     for r in tl.static_range(GROUP):
         head = bh * GROUP + r
         b_phi = b_w * products(p_q + (head * n + t) * K, p_index, rows, m, D, DEG)
-        p_out = p_part + (head * tl.num_programs(0) + split) * (V + 1)
+        p_out = p_part + (head * SPLITS + split) * (V + 1)
         tl.store(p_out + o_v, tl.sum(b_phi[:, None] * b_s, 0))
         tl.store(p_out + V, tl.sum(b_phi * b_z, 0))
 
