@@ -7,6 +7,7 @@ writes all of it down with figures, and `python -m analysis gallery` draws every
 """
 
 from analysis.conditions import expected, expected_entropy, limits, predict
+from analysis.gates import gated_shares
 from analysis.invariance import judge, judge_all
 from analysis.measure import measure, measure_gaussian
 from analysis.ranges import law_edges, law_mass
@@ -14,6 +15,7 @@ from analysis.ranges import law_edges, law_mass
 __all__ = [
     "expected",
     "expected_entropy",
+    "gated_shares",
     "judge",
     "judge_all",
     "law_edges",
