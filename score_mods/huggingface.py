@@ -153,9 +153,13 @@ def register(
         }
         late = getattr(module, "late_rotary", None)
         if isinstance(late, TwoBranch):
-            q_at, kv_at = _tables(at, query, key)
-            options |= {"q_positions": q_at, "kv_positions": kv_at}
-            out: Any = late(query, key, value, mod, attention_mask.mask_mod, **options)
+            further = attention_mask.mask_mod
+            if at.plain and query.shape[2] == key.shape[2]:
+                further = None  # causal is the default, whose masks have their blocks kept
+            else:
+                q_at, kv_at = _tables(at, query, key)
+                options |= {"q_positions": q_at, "kv_positions": kv_at}
+            out: Any = late(query, key, value, mod, further, **options)
         else:
             if late is not None:
                 q_at, kv_at = _tables(at, query, key)
