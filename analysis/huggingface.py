@@ -10,10 +10,11 @@ tokens of a 135M model take under 2 GB.
 
 import importlib.util
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,14 @@ def load(
     return loaded.eval(), tokenizer
 
 
-def tokenise(tokenizer: Any, length: int, text: str | None = None) -> Tensor:
+def tokenise(tokenizer: Any, length: int, text: str | Iterable[str] | None = None) -> Tensor:
     """Turn a text into `length` tokens, begun with the model's BOS token where it uses one.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         length: Number of tokens, 1 or more.
-        text: The text; by default the modules of this Python's standard library, joined in the
-            order of their names.
+        text: The text, or its pieces, of which as many are read as are needed; by default the
+            modules of this Python's standard library, joined in the order of their names.
 
     Returns:
         Token ids `[1, length]`.
@@ -102,7 +103,8 @@ def tokenise(tokenizer: Any, length: int, text: str | None = None) -> Tensor:
         raise ValueError(f"length must be at least 1, got {length}")
     special = tokenizer("")["input_ids"]
     ids = special[:1] if special and special[0] == tokenizer.bos_token_id else []
-    for piece in standard_library() if text is None else [text]:
+    pieces = standard_library() if text is None else [text] if isinstance(text, str) else text
+    for piece in pieces:
         ids = ids + tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= length:
             return torch.tensor([ids[:length]])
@@ -117,7 +119,12 @@ def standard_library() -> Iterator[str]:
 
 @torch.no_grad()
 def capture(
-    model: Any, tokens: Tensor, positions: Sequence[int] | Tensor, visit: Callable[[LayerQK], None]
+    model: Any,
+    tokens: Tensor,
+    positions: Sequence[int] | Tensor,
+    visit: Callable[[LayerQK], None],
+    *,
+    attention: str | None = None,
 ) -> None:
     """Run the model once and hand each attention layer's queries and keys to `visit`, in order.
 
@@ -126,10 +133,13 @@ def capture(
         tokens: Token ids `[1, T]`.
         positions: Which queries to keep, each in [0, T). All keys are kept.
         visit: Called once per attention layer with a `LayerQK`; `list.append` collects them.
+        attention: What the layers compute, a name of `score_mods.huggingface.register`; by default
+            plain softmax attention. Queries and keys are those that it is given, before a rotary
+            scheme that it applies itself.
 
     Raises:
-        ValueError: A position is out of range, the model calls no attention function, or its
-            attention is not causal.
+        ValueError: A position is out of range, `attention` is not registered, the model calls no
+            attention function, or its attention is not causal.
     """
     transformers = _transformers()
     length = tokens.shape[-1]
@@ -148,8 +158,14 @@ def capture(
         seen += 1
         visit(LayerQK(layer, q[:, :, rows.to(q.device)].clone(), k, **rest))
 
-    transformers.AttentionInterface.register(_NAME, _attention)
-    transformers.AttentionMaskInterface.register(_NAME, _mask)
+    attend, mask = _attention, _mask
+    if attention is not None:
+        if attention not in transformers.AttentionInterface():
+            raise ValueError(f"attention must be a name of register, got {attention!r}")
+        attend = transformers.AttentionInterface()[attention]
+        mask = transformers.AttentionMaskInterface()[attention]
+    transformers.AttentionInterface.register(_NAME, partial(_shown, attend))
+    transformers.AttentionMaskInterface.register(_NAME, mask)
     with _implementation(model, _NAME):
         token = _visitor.set(keep)
         try:
@@ -169,7 +185,8 @@ def capture(
         )
 
 
-def _attention(
+def _shown(
+    attend: Callable[..., tuple[Tensor, None]],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -177,17 +194,35 @@ def _attention(
     attention_mask: Any,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: shows q and k to the visitor, then attends."""
-    if not callable(attention_mask) or query.shape[2] != key.shape[2] or position_bias is not None:
+    mask_mod = getattr(attention_mask, "mask_mod", attention_mask)
+    if not callable(mask_mod) or query.shape[2] != key.shape[2] or position_bias is not None:
         raise ValueError(
             "model has an attention layer that is not causal self-attention over its own tokens"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    _visitor.get()(module, query, key, scale=scale, softcap=softcap, mask_mod=attention_mask)
+    _visitor.get()(module, query, key, scale=scale, softcap=softcap, mask_mod=mask_mod)
+    return attend(
+        module, query, key, value, attention_mask, scaling=scale, softcap=softcap, **kwargs
+    )
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Callable[..., Tensor],
+    *,
+    scaling: float,
+    softcap: float | None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Plain softmax attention, in blocks of queries."""
     index = torch.arange(query.shape[2], device=query.device)
     zero = index.new_zeros(())
     out = []
@@ -199,9 +234,9 @@ def _attention(
             raise ValueError("model has no causal attention: a token attends to later ones")
         q, k, v, mask = query[:, :, rows], key[:, :, :end], value[:, :, :end], mask[..., :end]
         if softcap is None and s_aux is None:
-            block = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+            block = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         else:
-            block = _capped(q, k, v, mask, scale, softcap, s_aux)
+            block = _capped(q, k, v, mask, scaling, softcap, s_aux)
         out.append(block.transpose(1, 2))
     return torch.cat(out, dim=1), None
 

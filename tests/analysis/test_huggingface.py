@@ -5,7 +5,9 @@ import importlib.util
 import pytest
 import torch
 
+import score_mods as sm
 from analysis import huggingface
+from score_mods.huggingface import patch_rotary, register
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 
@@ -94,6 +96,30 @@ def test_a_learned_sink_is_in_the_models_softmax():
         torch.testing.assert_close(weights(layer, range(37), sink), weight, rtol=0, atol=1e-5)
 
 
+def test_layers_compute_the_attention_that_is_named():
+    """Without positions, what is captured is what the layers' projections give."""
+    model, ids, keys = build(CONFIGS["llama"]), tokens(37), {}
+    patch_rotary(model, sm.p_rope(8, 0.0))
+    register("halved", lambda score, b, h, q_idx, kv_idx: score / 2, impl="dense")
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.k_proj.register_forward_hook(
+            lambda module, args, out, i=i: keys.update({i: out})
+        )
+    layers = []
+    huggingface.capture(model, ids, [36], layers.append, attention="halved")
+    plain = layers_of(model, ids, [36])
+    model.set_attn_implementation("halved")
+    with torch.no_grad():
+        model(ids)
+    for layer in layers:
+        assert torch.equal(layer.k, keys[layer.layer].view(1, 37, 2, 8).transpose(1, 2))
+        assert bool(layer.mask_mod(*map(torch.tensor, (0, 0, 36, 0))))
+    assert torch.equal(layers[0].k, plain[0].k)
+    assert (layers[1].k - plain[1].k).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="attention must be a name of register, got 'thirds'"):
+        huggingface.capture(model, ids, [36], layers.append, attention="thirds")
+
+
 def test_capture_leaves_the_model_as_it_was():
     model, ids = build(CONFIGS["llama"]), tokens(20)
     before = model.config._attn_implementation
@@ -172,6 +198,15 @@ def test_tokenise_takes_the_first_tokens_and_begins_with_bos():
         huggingface.tokenise(Letters(bos=False), 5, "abcd")
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         huggingface.tokenise(Letters(bos=False), 0, "abcd")
+
+
+def test_tokenise_reads_as_many_pieces_as_it_needs():
+    def pieces():
+        yield from ("ab", "cd")
+        raise AssertionError("a third piece was not needed")
+
+    whole = huggingface.tokenise(Letters(bos=False), 3, "abc")
+    assert torch.equal(huggingface.tokenise(Letters(bos=False), 3, pieces()), whole)
 
 
 def test_the_default_text_is_the_standard_library_in_order():
