@@ -69,15 +69,9 @@ class Rotary:
             TypeError: if x is no floating tensor or positions no tensor.
             ValueError: if x has not four axes or too few channels, or positions do not fit.
         """
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
         if positions is not None and not isinstance(positions, Tensor):
             raise TypeError(f"positions must be a tensor or None, got {type(positions).__name__}")
-        rotated = 2 * self.frequencies.shape[0]
-        if x.ndim != 4 or x.shape[-1] < rotated:
-            raise ValueError(
-                f"x must have shape (B, H, T, D) with D >= {rotated}, got {tuple(x.shape)}"
-            )
+        self._check(x)
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device)
         if positions.shape not in (x.shape[2:3], (x.shape[0], x.shape[2])):
@@ -85,11 +79,28 @@ class Rotary:
                 f"positions must have shape ({x.shape[2]},) or ({x.shape[0]}, {x.shape[2]}), "
                 f"got {tuple(positions.shape)}"
             )
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self.cos_sin(positions, dtype)
-        if positions.ndim == 2:
+        cos, sin = self.cos_sin(positions, torch.promote_types(x.dtype, torch.float32))
+        return self.turn(x, cos, sin)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates queries or keys by angles that `cos_sin` gave once for all layers of a model.
+
+        Args:
+            x: `(B, H, T, D)`.
+            cos, sin: `(T, R/2)` or `(B, T, R/2)`.
+
+        Returns:
+            The rotated tensor, in the shape and dtype of x.
+
+        Raises:
+            TypeError: if x is no floating tensor.
+            ValueError: if x has not four axes or too few channels.
+        """
+        self._check(x)
+        if cos.ndim == 3:
             cos, sin = cos[:, None], sin[:, None]
-        part = x[..., :rotated].to(dtype)
+        rotated = 2 * self.frequencies.shape[0]
+        part = x[..., :rotated].to(cos.dtype)
         if self.interleaved:
             first, second = part[..., 0::2], part[..., 1::2]
         else:
@@ -97,6 +108,15 @@ class Rotary:
         turned = first * cos - second * sin, second * cos + first * sin
         result = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
         return torch.cat([result.to(x.dtype), x[..., rotated:]], -1)
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
+        rotated = 2 * self.frequencies.shape[0]
+        if x.ndim != 4 or x.shape[-1] < rotated:
+            raise ValueError(
+                f"x must have shape (B, H, T, D) with D >= {rotated}, got {tuple(x.shape)}"
+            )
 
 
 def _pairs(head_dim: int) -> int:

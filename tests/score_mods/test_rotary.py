@@ -162,6 +162,15 @@ def test_a_cache_can_be_rotated_late():
     torch.testing.assert_close(one_by_one, rotary(k))
 
 
+@pytest.mark.parametrize("positions", [torch.arange(9), torch.randint(50, (3, 9))])
+def test_angles_can_be_computed_once_for_all_layers(positions):
+    rotary, x = sm.half_truncated_rope(D), torch.randn(3, 2, 9, D)
+    angles = rotary.cos_sin(positions)
+    assert torch.equal(rotary.turn(x, *angles), rotary(x, positions))
+    with pytest.raises(ValueError, match=f"D >= {D}"):
+        rotary.turn(x[..., :4], *angles)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_rounds_once(dtype):
     """Far angles are right to the dtype's rounding, as they are not if formed in fp32."""
