@@ -20,9 +20,12 @@ from torch import Tensor
 from analysis.huggingface import LayerQK, capture
 from analysis.invariance import judge
 from analysis.measure import measure
-from score_mods import exempt_keys, ntk_rope, scale_invariant
-from score_mods._captured import Mod
+from score_mods import compose, exempt_keys, kerple_log, ntk_rope, scale_invariant
+from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._checks import integer, number
 from score_mods.huggingface import patch_rotary, register
+from score_mods.rotary import Rotary
+from score_mods.two_branch import TwoBranch
 
 _FILE = "scale_invariance.json"
 
@@ -39,7 +42,7 @@ class Calibration:
         mean: Mean by distance `[L][H][C]`.
         deviation: Standard deviation by distance `[L][H][C]`.
         before: Verdict on total attention under plain softmax, "holds", "rises", "falls" or
-            "cannot be told" `[L][H]`.
+            "cannot be told" `[L][H]`; empty if none was asked for.
         after: The same under `scale_invariant` with tau, mu and sigma.
     """
 
@@ -52,19 +55,46 @@ class Calibration:
     before: list[list[str]]
     after: list[list[str]]
 
-    def score_mod(self, layer: int, *, tau: float | None = None, sinks: int = 1) -> Mod:
+    def score_mod(
+        self,
+        layer: int,
+        *,
+        tau: float | None = None,
+        sinks: int = 1,
+        sigma: str | float = "head",
+        mu: bool = True,
+        part: str = "both",
+    ) -> Mod:
         """`scale_invariant` for a layer, which leaves the first keys alone.
 
         Args:
             layer: Index of the layer.
             tau: Scale in tokens; that of the calibration if None.
             sinks: How many keys are left alone.
+            sigma: Deviation that is assumed: "head" for each head's own, "model" for the root
+                mean square of all, or a number.
+            mu: Whether each head's mean is taken into account; 0 is assumed if not.
+            part: "both", or its "multiplier" or "bias" alone: a_t (s - mu) + mu, or
+                s - 2 ln(t/tau + 1), which depends on neither sigma nor mu.
+
+        Raises:
+            TypeError: A number has the wrong type.
+            ValueError: `sigma` or `part` is none of these, or a number is out of its range.
         """
-        mod = scale_invariant(
-            self.tau if tau is None else tau,
-            mu=torch.tensor(self.mu[layer]),
-            sigma=torch.tensor(self.sigma[layer]),
-        )
+        tau = self.tau if tau is None else tau
+        _check_law(tau, sinks, sigma, part)
+        if part == "bias":
+            return exempt_keys(kerple_log(2.0, 1 / tau), sinks)
+        mean = torch.tensor(self.mu[layer]) if mu else 0.0
+        deviation: float | Tensor
+        if isinstance(sigma, str):
+            every = torch.tensor(self.sigma)
+            deviation = every[layer] if sigma == "head" else every.square().mean().sqrt()
+        else:
+            deviation = sigma
+        mod = scale_invariant(tau, mu=mean, sigma=deviation)
+        if part == "multiplier":
+            mod = compose(mod, _without_bias(tau))
         return exempt_keys(mod, sinks)
 
     def save(self, folder: str | Path) -> None:
@@ -84,8 +114,38 @@ class Calibration:
         return cls(**json.loads(path.read_text()))
 
 
+def _check_law(tau: float, sinks: int, sigma: str | float, part: str) -> None:
+    number("tau", tau, positive=True)
+    integer("sinks", sinks, at_least=0)
+    if sigma not in ("head", "model"):
+        if isinstance(sigma, str):
+            raise ValueError(f'sigma must be "head", "model" or a number, got {sigma!r}')
+        number("sigma", sigma, positive=True)
+    if part not in ("both", "multiplier", "bias"):
+        raise ValueError(f'part must be "both", "multiplier" or "bias", got {part!r}')
+
+
+def _without_bias(tau: float) -> Mod:
+    """The score_mod that takes the bias -2 ln(t/tau + 1) back."""
+    scale = parameter("tau", tau, positive=True)
+
+    def without_bias_mod(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    ) -> Tensor:
+        dtype = torch.promote_types(score.dtype, torch.float32)
+        t = (q_idx - kv_idx).abs().to(dtype)
+        return score + 2 * torch.log1p(t / at_head(scale, h, dtype))
+
+    return described(without_bias_mod, "without_bias", scale)
+
+
 def calibrate(
-    model: Any, texts: Sequence[Tensor], *, tau: float = 10.0, rows: int = 64
+    model: Any,
+    texts: Sequence[Tensor],
+    *,
+    tau: float = 10.0,
+    rows: int = 64,
+    verdicts: bool = True,
 ) -> Calibration:
     """Measure the base logits of every head on some texts, and judge attention before and after.
 
@@ -97,6 +157,7 @@ def calibrate(
         texts: Token ids `[1, T]` of each text, all of one length, 256 or more: see `tokenise`.
         tau: Scale of the mechanism that is judged, in tokens.
         rows: Queries per text, 16 or more.
+        verdicts: Whether attention is judged, which takes most of the time.
 
     Returns:
         A `Calibration`; mu is pooled over texts by the mean, sigma by the root mean square.
@@ -142,17 +203,18 @@ def calibrate(
         ]
 
     mu, sigma = pooled("mu", 1), pooled("sigma", 2)
-    verdicts: dict[str, list[list[str]]] = {"before": [], "after": []}
+    judgements: dict[str, list[list[str]]] = {"before": [], "after": []}
 
     def verdict(layer: LayerQK) -> None:
         after = scale_invariant(tau, mu=mu[layer.layer], sigma=sigma[layer.layer])
         mods = {"before": None, "after": after}
         measured = measure(layer.q, layer.k, mods, q_positions=late, scale=layer.scale)
-        for name, judged in verdicts.items():
+        for name, judged in judgements.items():
             heads = range(layer.q.shape[1])
             judged.append([judge(measured, name, head=h).total.verdict for h in heads])
 
-    capture(model, texts[0], late, verdict)
+    if verdicts:
+        capture(model, texts[0], late, verdict)
     return Calibration(
         tau,
         [x.tolist() for x in mu],
@@ -160,7 +222,7 @@ def calibrate(
         found[0][layers[0]]["cells"].tolist(),
         [x.tolist() for x in pooled("mean", 1)],
         [x.tolist() for x in pooled("deviation", 2)],
-        **verdicts,
+        **judgements,
     )
 
 
@@ -171,6 +233,11 @@ def extend(
     *,
     tau: float = 3000.0,
     sinks: int = 1,
+    sigma: str | float = "head",
+    mu: bool = True,
+    part: str = "both",
+    ntk_factor: float | None = None,
+    rotary: Rotary | TwoBranch | None = None,
     calibration: Calibration | None = None,
     name: str = "scale_invariant",
     **options: Any,
@@ -187,8 +254,11 @@ def extend(
         texts: As for `calibrate`, of the trained length if possible; not needed with a
             `calibration`.
         tau: Scale in tokens, at which the change begins.
-        sinks: How many keys at the start are left alone.
-        calibration: From an earlier call or from a file, measured with the same factor.
+        sinks, sigma, mu, part: As in `Calibration.score_mod`.
+        ntk_factor: Factor of `ntk_rope` if it is not to be `factor`.
+        rotary: Positions instead of `ntk_rope`'s: another scheme such as `yarn_rope`, or two such
+            as `self_extend`, of which the one for near keys is measured.
+        calibration: From an earlier call or from a file, measured with the same positions.
         name: Of the attention implementation, as in `register`; one for each extended model.
         **options: As for `register`.
 
@@ -196,21 +266,44 @@ def extend(
         The `Calibration`; save it with the model.
 
     Raises:
-        ValueError: Neither or both of `texts` and `calibration` are given, or as `calibrate` and
-            `patch_rotary`.
+        ValueError: Neither or both of `texts` and `calibration` are given, both `ntk_factor` and
+            `rotary` are, or as `calibrate`, `Calibration.score_mod` and `patch_rotary`.
 
     Reference: arXiv 2505.17083; the NTK-scaled base is arXiv 2309.00071, section 3.1.
     """
     if (texts is None) == (calibration is None):
         raise ValueError("one of texts and calibration must be given")
+    _check_law(tau, sinks, sigma, part)
+    if rotary is None:
+        head_dim, base = plain_rope(model)
+        rotary = ntk_rope(head_dim, float(factor if ntk_factor is None else ntk_factor), base)
+    elif ntk_factor is not None:
+        raise ValueError("one of ntk_factor and rotary must be given at most")
+    patch_rotary(model, rotary.rotary if isinstance(rotary, TwoBranch) else rotary)
+    found = calibrate(model, texts, tau=tau) if texts is not None else calibration
+    assert found is not None
+    patch_rotary(model, rotary)
+
+    def score_mod(layer: int) -> Mod:
+        return found.score_mod(layer, tau=tau, sinks=sinks, sigma=sigma, mu=mu, part=part)
+
+    register(name, score_mod, **options)
+    model.set_attn_implementation(name)
+    return found
+
+
+def plain_rope(model: Any) -> tuple[int, float]:
+    """Channels of a head and base of a model's rotary embedding.
+
+    Args:
+        model: A Hugging Face causal language model, patched or not.
+
+    Raises:
+        ValueError: The model was not trained with plain RoPE.
+    """
     parameters = getattr(model.config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or parameters.get("rope_type") != "default":
         raise ValueError(f"model must have plain RoPE, got rope_parameters={parameters}")
     heads = model.config.num_attention_heads
     head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
-    patch_rotary(model, ntk_rope(head_dim, float(factor), float(parameters["rope_theta"])))
-    found = calibrate(model, texts, tau=tau) if texts is not None else calibration
-    assert found is not None
-    register(name, lambda layer: found.score_mod(layer, tau=tau, sinks=sinks), **options)
-    model.set_attn_implementation(name)
-    return found
+    return head_dim, float(parameters["rope_theta"])

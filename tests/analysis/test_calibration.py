@@ -113,8 +113,76 @@ def test_extend_does_all_three():
     assert torch.equal(steps[0, 100:], full)
 
 
+LAWS = {
+    "head": {},
+    "model": {"sigma": "model"},
+    "number": {"sigma": 1.5, "mu": False},
+    "no mean": {"mu": False, "sinks": 0},
+    "multiplier": {"part": "multiplier"},
+    "bias": {"part": "bias", "sinks": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_score_mods_follow_their_law(name):
+    law, tau = LAWS[name], 20.0
+    mu, sigma = torch.tensor([[0.3, -0.2], [0.1, 0.4]]), torch.tensor([[0.5, 1.5], [2.0, 1.0]])
+    found = Calibration(tau, mu.tolist(), sigma.tolist(), [], [], [], [], [])
+    h, q_idx, kv_idx = torch.arange(2)[:, None, None], torch.arange(90)[:, None], torch.arange(90)
+    score = torch.randn(2, 90, 90, dtype=torch.float64)
+    got = found.score_mod(1, **law)(score, torch.tensor(0), h, q_idx, kv_idx)
+
+    m = mu[1].double()[:, None, None] if law.get("mu", True) else 0.0
+    s = sigma[1].double()[:, None, None]
+    if law.get("sigma") == "model":
+        s = ((0.25 + 2.25 + 4 + 1) / 4) ** 0.5
+    elif "sigma" in law:
+        s = law["sigma"]
+    growth = 2 * ((q_idx - kv_idx).abs().double() / tau + 1).log()
+    a_t = (1 + growth / s**2) ** 0.5 if law.get("part") != "bias" else 1.0
+    expected = a_t * (score - m) + m - (0 if law.get("part") == "multiplier" else growth)
+    expected = torch.where(kv_idx < law.get("sinks", 1), score, expected)
+    assert (got - expected).abs().max() < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("given", "rotary"),
+    [
+        ({"ntk_factor": 6.0}, sm.ntk_rope(16, 6.0)),
+        ({"rotary": sm.yarn_rope(16, 4.0, 512)}, sm.yarn_rope(16, 4.0, 512)),
+        ({"rotary": sm.self_extend(sm.rope(16), 40, 4)}, sm.self_extend(sm.rope(16), 40, 4)),
+    ],
+    ids=["ntk", "yarn", "self_extend"],
+)
+def test_extend_takes_other_positions(given, rotary):
+    model, tokens = llama(), texts(1)[0][:, :200]
+    extend(model, 4, texts(1), tau=30.0, name="elsewhere", impl="dense", **given)
+    other = llama()
+    patch_rotary(other, getattr(rotary, "rotary", rotary))
+    measured = calibrate(other, texts(1), tau=30.0, verdicts=False)
+    patch_rotary(other, rotary)
+    register("elsewhere_by_hand", lambda i: measured.score_mod(i), impl="dense")
+    other.set_attn_implementation("elsewhere_by_hand")
+    assert torch.equal(model(tokens).logits, other(tokens).logits)
+
+
+def test_verdicts_may_be_left_out():
+    model = llama()
+    whole, short = (calibrate(model, texts(1), rows=ROWS, verdicts=v) for v in (True, False))
+    assert short == dataclasses.replace(whole, before=[], after=[])
+
+
 def test_what_is_wrong_is_named():
     model = llama()
+    for wrong, message in (
+        ({"sigma": "heads"}, 'sigma must be "head", "model" or a number, got \'heads\''),
+        ({"part": "all"}, 'part must be "both", "multiplier" or "bias", got \'all\''),
+        ({"tau": 0.0}, "tau must be a positive number"),
+        ({"ntk_factor": 2.0, "rotary": sm.rope(16)}, "one of ntk_factor and rotary"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            extend(model, 2, texts(1), **wrong)
     with pytest.raises(ValueError, match="texts must have one shape"):
         calibrate(model, [torch.zeros(1, 100, dtype=torch.long)])
     with pytest.raises(ValueError, match="rows must be at least 16"):
