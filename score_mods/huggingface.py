@@ -280,8 +280,9 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
     A `Rotary` (p-RoPE, NTK, YaRN) replaces the frequencies and the factor on cos and sin; the
     model pairs channels as before. Schemes that need keys unrotated in the cache make the model's
     own rotary embedding the identity, and the attention function of `register` rotates: a
-    `TwoBranch` (Self-Extend, ReRoPE), or a function from the length of the context to a `Rotary`
-    (dynamic NTK). The change is not saved with the model, and the last one holds.
+    `TwoBranch` (Self-Extend, ReRoPE), a function from the length of the context to a `Rotary`
+    (dynamic NTK), or a `Rotary` whose first tokens have frequencies of their own. The change is
+    not saved with the model, and the last one holds.
 
     Args:
         model: a transformers model whose rotary embedding has one set of frequencies; of a
@@ -302,6 +303,8 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
     late = None
     if not isinstance(rotary, Rotary):
         late, rotary = rotary, rotary.rotary if isinstance(rotary, TwoBranch) else _example(rotary)
+    elif rotary.start is not None:
+        late = partial(_whatever_length, rotary)
     embeddings = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
     if not embeddings:
         raise ValueError(f"model has no rotary embedding with inv_freq: {type(model).__name__}")
@@ -323,6 +326,10 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.late_rotary = late
+
+
+def _whatever_length(rotary: Rotary, length: int) -> Rotary:
+    return rotary
 
 
 def _example(rotary: Any) -> Rotary:

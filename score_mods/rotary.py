@@ -28,11 +28,15 @@ class Rotary:
             of a head that are rotated, float64; 0 leaves a pair as it is.
         attention_factor: factor on cos and sin; scores get its square.
         interleaved: pair channels (2i, 2i + 1) rather than (i, i + R/2).
+        start: the scheme of the first tokens, if they have another, for as many channels.
+        start_tokens: how many these are.
     """
 
     frequencies: Tensor
     attention_factor: float = 1.0
     interleaved: bool = False
+    start: Rotary | None = None
+    start_tokens: int = 0
 
     def cos_sin(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
@@ -52,6 +56,10 @@ class Rotary:
         wide = torch.float32 if positions.device.type == "mps" else torch.float64
         angles = positions.to(wide)[..., None] * self.frequencies.to(positions.device, wide)
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        if self.start is not None:
+            first = (positions < self.start_tokens)[..., None]
+            start_cos, start_sin = self.start.cos_sin(positions, wide)
+            cos, sin = torch.where(first, start_cos, cos), torch.where(first, start_sin, sin)
         return cos.to(dtype), sin.to(dtype)
 
     def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

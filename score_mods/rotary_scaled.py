@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -203,12 +204,16 @@ def longrope(
     *,
     base: float = 10000.0,
     attention_factor: float | None = None,
+    short_factors: Sequence[float] | Tensor | None = None,
+    length: float | None = None,
+    start_tokens: int = 0,
 ) -> Rotary:
     """LongRoPE: divides each frequency by a factor of its own, and sharpens the scores.
 
     w_i' = w_i / factors_i; cos and sin are multiplied by sqrt(1 + ln(factor) / ln(train_length)).
-    The factors are searched for each model, a short list for contexts up to the trained length
-    and a long one beyond. (The paper may leave the first tokens unscaled, which is not done here.)
+    The factors are searched for each model, and so may be a number of tokens at the start that
+    keep w_i. A second list is for contexts that are no longer than the trained length: as with
+    `dynamic_ntk_rope`, the frequencies then change with the length.
 
     Args:
         head_dim: channels d of a head, even.
@@ -217,29 +222,49 @@ def longrope(
         train_length: tokens the model was trained on, above 1.
         base: base of the trained model, positive.
         attention_factor: factor on cos and sin instead.
+        short_factors: as `factors`, for contexts of at most `train_length`; needs `length`.
+        length: tokens in the context now, positive; needs `short_factors`.
+        start_tokens: how many tokens at the start keep their frequencies, at least 0.
 
     Returns:
         A `Rotary`.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range, or `factors` has another length.
+        ValueError: if an argument is out of its range, a list has another length, or only one of
+            `short_factors` and `length` is given.
 
-    Reference: Ding et al., "LongRoPE", arXiv 2402.13753, in the form of the transformers library.
+    Reference: Ding et al., "LongRoPE", arXiv 2402.13753, section 2.2, in the form of the
+    transformers library, which has no start tokens.
     """
-    frequencies = rope(head_dim, base).frequencies
-    divisors = torch.as_tensor(factors, dtype=torch.float64)
-    if divisors.shape != frequencies.shape or not (divisors > 0).all():
-        raise ValueError(
-            f"factors must be {len(frequencies)} positive numbers, got {divisors.tolist()}"
-        )
+    if (short_factors is None) != (length is None):
+        raise ValueError("short_factors and length must be given together, got one of them")
+    original = rope(head_dim, base)
+    divisors = _divisors("factors", factors, original)
     if number("train_length", train_length) <= 1:
         raise ValueError(f"train_length must be above 1, got {train_length}")
+    if short_factors is not None and length is not None:
+        short = _divisors("short_factors", short_factors, original)
+        divisors = short if number("length", length, positive=True) <= train_length else divisors
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(_factor(factor)) / math.log(train_length))
+    number("attention_factor", attention_factor, positive=True)
+    kept = integer("start_tokens", start_tokens, at_least=0)
     return Rotary(
-        frequencies / divisors, number("attention_factor", attention_factor, positive=True)
+        original.frequencies / divisors,
+        attention_factor,
+        start=Rotary(original.frequencies, attention_factor) if kept else None,
+        start_tokens=kept,
     )
+
+
+def _divisors(name: str, factors: Sequence[float] | Tensor, rotary: Rotary) -> Tensor:
+    divisors = torch.as_tensor(factors, dtype=torch.float64)
+    if divisors.shape != rotary.frequencies.shape or not (divisors > 0).all():
+        raise ValueError(
+            f"{name} must be {len(rotary.frequencies)} positive numbers, got {divisors.tolist()}"
+        )
+    return divisors
 
 
 def resonance_rope(rotary: Rotary) -> Rotary:
@@ -264,4 +289,5 @@ def resonance_rope(rotary: Rotary) -> Rotary:
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
     wavelength = torch.round(2 * math.pi / rotary.frequencies).clamp(min=1)
-    return Rotary(2 * math.pi / wavelength, rotary.attention_factor, rotary.interleaved)
+    start = None if rotary.start is None else resonance_rope(rotary.start)
+    return replace(rotary, frequencies=2 * math.pi / wavelength, start=start)

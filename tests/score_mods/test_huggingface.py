@@ -379,6 +379,25 @@ def test_patch_rotary_self_extend(static):
     assert logits(model, "sdpa", tokens).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_patch_rotary_with_start_tokens():
+    model, tokens = llama(), sample(2, 24)
+    before = logits(model, "scale_invariant", tokens)
+    patch_rotary(model, sm.longrope(16, [3.0] * 8, 1.0, 64, start_tokens=24))
+    assert (logits(model, "scale_invariant", tokens) - before).abs().max() < 1e-4
+    patch_rotary(model, sm.longrope(16, [3.0] * 8, 1.0, 64, start_tokens=10))
+    full = logits(model, "scale_invariant", tokens)
+    assert (full - before)[:, :10].abs().max() < 1e-4
+    patch_rotary(model, sm.longrope(16, [3.0] * 8, 1.0, 64))
+    scaled = logits(model, "scale_invariant", tokens)
+    patch_rotary(model, sm.longrope(16, [3.0] * 8, 1.0, 64, start_tokens=10))
+    assert min((full - x)[:, 10:].abs().max() for x in (before, scaled)) > 1e-2
+    cache = transformers.DynamicCache(config=model.config)
+    parts = tokens.split([8] + [1] * 4 + [12], 1)
+    got = [logits(model, "scale_invariant", part, past_key_values=cache) for part in parts]
+    assert (torch.cat(got, 1) - full).abs().max() < 1e-9
+
+
 def test_patch_rotary_names_what_is_wrong():
     with pytest.raises(TypeError, match="rotary must be a Rotary, a TwoBranch or"):
         patch_rotary(llama(), 10000.0)

@@ -12,6 +12,7 @@ D, BASE, TRAINED = 64, 10000.0, 4096
 
 
 FACTORS = [1.0 + i / 3 for i in range(32)]
+SHORT = [1.0 + i / 50 for i in range(32)]
 
 
 def from_transformers(kind, length=None, **options):
@@ -89,6 +90,15 @@ CASES = {
                 "longrope", 65536, factor=16.0, long_factor=FACTORS, short_factor=[1.0] * 32
             ),
         ),
+        *(
+            (
+                sm.longrope(D, FACTORS, 16.0, TRAINED, base=BASE, short_factors=SHORT, length=n),
+                from_transformers(
+                    "longrope", n, factor=16.0, long_factor=FACTORS, short_factor=SHORT
+                ),
+            )
+            for n in (100, 4096, 4097)
+        ),
         (
             sm.longrope(D, [1.0] * 32, 16.0, TRAINED, base=BASE, attention_factor=1.25),
             ([BASE**-x for x in exponents()], 1.25),
@@ -144,6 +154,25 @@ def test_rotates_complex_numbers(interleaved):
                 assert out[b, 1, t, first].item() == pytest.approx(z.real)
                 assert out[b, 1, t, second].item() == pytest.approx(z.imag)
     assert torch.equal(out[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize("resonance", [False, True])
+def test_the_first_tokens_keep_their_frequencies(resonance):
+    """LongRoPE's n tokens at the start, one complex number at a time."""
+    rotary = sm.longrope(4, [2.0, 5.0], 8.0, 100, base=100.0, start_tokens=3)
+    waves = [[math.tau * 2, math.tau * 10 * 5], [math.tau, math.tau * 10]]
+    if resonance:
+        rotary, waves = sm.resonance_rope(rotary), [[round(w) for w in x] for x in waves]
+    x = torch.randn(1, 1, 6, 4, dtype=torch.float64)
+    positions = torch.tensor([0, 1, 2, 3, 4, 90])
+    sharpened = math.sqrt(1 + math.log(8) / math.log(100))
+    out = rotary(x, positions)
+    for t, position in enumerate(positions.tolist()):
+        for i, wave in enumerate(waves[position < 3]):
+            z = complex(x[0, 0, t, i], x[0, 0, t, i + 2])
+            z *= sharpened * cmath.exp(1j * position * math.tau / wave)
+            assert out[0, 0, t, i].item() == pytest.approx(z.real)
+            assert out[0, 0, t, i + 2].item() == pytest.approx(z.imag)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +250,17 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.longrope(8, [1.0] * 3, 2.0, 64), ValueError, "factors must be 4 positive"),
         (lambda: sm.longrope(8, [1.0, 1, 1, 0], 2.0, 64), ValueError, "factors"),
         (lambda: sm.longrope(8, [1.0] * 4, 2.0, 1), ValueError, "train_length"),
+        (
+            lambda: sm.longrope(8, [1.0] * 4, 2.0, 64, short_factors=[1.0] * 4),
+            ValueError,
+            "short_factors and length must be given together",
+        ),
+        (
+            lambda: sm.longrope(8, [1.0] * 4, 2.0, 64, short_factors=[1.0] * 3, length=9),
+            ValueError,
+            "short_factors must be 4 positive",
+        ),
+        (lambda: sm.longrope(8, [1.0] * 4, 2.0, 64, start_tokens=-1), ValueError, "start_tokens"),
         (lambda: sm.resonance_rope(8), TypeError, "rotary must be a Rotary, got int"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 8)), ValueError, "x must have shape"),
         (lambda: sm.rope(16)(torch.zeros(1, 2, 3, 8)), ValueError, "D >= 16"),
