@@ -6,10 +6,20 @@ everywhere. Lines are theory (or a guide to the eye where said so), points are m
 their 95 % intervals.
 
 Colours are Okabe and Ito's, told apart with any colour vision. A `figure` is 8 inches wide with
-type of 8.5 to 9 points, legible at the 800 pixels of a README and at the width of a page.
+type of 8.5 to 9 points, legible at the 800 pixels of a README and at the width of a page. In a
+notebook, `matplotlib.rcParams.update(STYLE)` gives figures made with pyplot the same look.
 """
 
-from analysis.plots._drawing import COLOURS, DASHES, MARKERS, Values, figure, legend, panels
+from analysis.plots._drawing import (
+    COLOURS,
+    DASHES,
+    MARKERS,
+    STYLE,
+    Values,
+    figure,
+    legend,
+    panels,
+)
 from analysis.plots.mechanisms import (
     bias,
     by_length,
@@ -26,6 +36,7 @@ __all__ = [
     "COLOURS",
     "DASHES",
     "MARKERS",
+    "STYLE",
     "Values",
     "bias",
     "by_layer",

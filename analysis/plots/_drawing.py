@@ -13,7 +13,7 @@ COLOURS = ("#000000", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#0072B2", "#5
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.labelsize": 9,
@@ -52,7 +52,7 @@ def figure(
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         drawing = Figure(figsize=(8, height * rows), layout="constrained")
         yield drawing.subplots(rows, columns, squeeze=False, **options)
         drawing.savefig(path, dpi=200)
