@@ -65,6 +65,7 @@ from score_mods.operators import (
     power,
     weighted_sum,
 )
+from score_mods.query_scales import asentmax_queries, scale_queries
 from score_mods.rotary import Rotary, half_truncated_rope, p_rope, rope
 from score_mods.rotary_scaled import (
     dynamic_ntk_rope,
@@ -92,7 +93,6 @@ from score_mods.temperatures import (
     logn,
     ministral_temperature,
     power_law_temperature,
-    scale_queries,
     ssmax,
     yarn_temperature,
 )
@@ -114,6 +114,7 @@ __all__ = [
     "alibi",
     "alibi_slopes",
     "and_masks",
+    "asentmax_queries",
     "asentmax_scale",
     "attention",
     "attention_sink",

@@ -18,9 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, at_head, described, parameter, to_device
+from score_mods._captured import Mod, at_head, described, parameter
 from score_mods._checks import integer, number
-from score_mods.catalogue import stages
 from score_mods.fast import fast_log, has_instructions, wants_instructions
 
 
@@ -40,64 +39,6 @@ def _row_temperature(name: str, factor: Callable[..., Tensor], *captured: Tensor
 
     row_temperature_mod.needs_triton = instructions  # type: ignore[attr-defined]
     return described(row_temperature_mod, name, *captured)
-
-
-def scale_queries(q: Tensor, temperature: Mod, positions: Tensor | None = None) -> Tensor:
-    """Multiplies the queries by a row temperature, in place of giving it as a score_mod.
-
-    (f_i q_i)·k_j = f_i (q_i·k_j), so attention without the score_mod is then the same. In half
-    precision the product is rounded once more, by at most 2^-9 of a score in bfloat16.
-
-    Args:
-        q: queries, `(B, H, T, D)`.
-        temperature: a row temperature: `logn`, `ssmax` and the others of their kind, also under
-            `compose`, `with_offset` or `with_positions`.
-        positions: of the T queries, `(T,)` or `(B, T)`; 0 to T - 1 if not given.
-
-    Returns:
-        The scaled queries, in the shape and dtype of q.
-
-    Raises:
-        TypeError: if `temperature` is no score_mod of this library.
-        ValueError: if it does anything but multiply rows, is for another number of heads, or
-            shapes do not fit.
-
-    >>> q = torch.ones(1, 1, 3, 2)
-    >>> scale_queries(q, llama4_temperature(1.0, interval=2))[0, 0, :, 0]
-    tensor([1.0000, 1.6931, 1.6931])
-    """
-    names = getattr(temperature, "parts", ())
-    if not names:
-        raise TypeError(
-            "temperature must be a row temperature such as logn(), got "
-            f"{getattr(temperature, '__name__', type(temperature).__name__)}"
-        )
-    if any(stages.get(name) != "temperature" for name in names):
-        raise ValueError(
-            f"temperature must only multiply rows, got {' then '.join(names)}; "
-            "give it to attention as a score_mod"
-        )
-    if q.ndim != 4:
-        raise ValueError(f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    B, H, T, _ = q.shape
-    heads = getattr(temperature, "num_heads", None)
-    if heads not in (None, H):
-        raise ValueError(f"temperature has parameters for {heads} heads, q has {H}")
-    if positions is None:
-        positions = torch.arange(T, device=q.device)
-    if positions.shape not in ((T,), (B, T)):
-        raise ValueError(
-            f"positions must have shape ({T},) or ({B}, {T}), got {tuple(positions.shape)}"
-        )
-    positions = positions.view(-1, 1, T)
-    factor = to_device(temperature, q.device)(
-        torch.ones((), device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)),
-        torch.arange(B, device=q.device)[:, None, None],
-        torch.arange(H, device=q.device)[:, None],
-        positions,
-        positions,
-    )
-    return (q.to(factor.dtype) * factor[..., None]).to(q.dtype)
 
 
 def _trained_length(train_length: float | Tensor) -> float:
@@ -268,8 +209,7 @@ def asentmax_scale(
 
     s' = (delta_h + beta_h ln(q_idx + 2)^gamma_h) s: the authors count from 2, so that no
     logarithm is 0. This is the scale alone; ASEntmax then takes entmax where attention takes
-    softmax. Their default computes beta and gamma from each token, for the heads without a bias of
-    `nape`: multiply the queries by such a factor yourself.
+    softmax. Their default computes beta and gamma from each token: `asentmax_queries`.
 
     Args:
         beta: number or tensor of shape `(H,)` or `(1,)`, learnable if it requires grad; the
