@@ -105,7 +105,7 @@ def tokenise(tokenizer: Any, length: int, text: str | Iterable[str] | None = Non
     ids = special[:1] if special and special[0] == tokenizer.bos_token_id else []
     pieces = standard_library() if text is None else [text] if isinstance(text, str) else text
     for piece in pieces:
-        ids = ids + tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= length:
             return torch.tensor([ids[:length]])
     raise ValueError(f"the text has {len(ids)} tokens, fewer than the {length} asked for")

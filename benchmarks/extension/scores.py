@@ -1,0 +1,109 @@
+"""How well a model reads a long text: its loss by position, and the needles that it finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.extension.texts import Text
+from benchmarks.needle import needle_accuracy, needle_sample
+
+_ROWS = 2048  # tokens whose logits over the vocabulary exist at a time
+
+
+def edges(length: int) -> list[int]:
+    """Positions between which loss is averaged: 0, then two an octave from 64 on to `length`."""
+    inner = (round(2 ** (half / 2)) for half in range(12, 2 * length.bit_length()))
+    return [0, *(edge for edge in inner if edge < length), length]
+
+
+@torch.no_grad()
+def hidden_states(model: Any, ids: Tensor) -> Tensor:
+    """What the model's head gets, `[T, C]`, for token ids `[T]`."""
+    found = model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
+    return found.last_hidden_state[0]
+
+
+@torch.no_grad()
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """Cross-entropy in nats of each token but the first, given those before it.
+
+    Args:
+        model: a Hugging Face causal language model whose logits are its head's output.
+        ids: token ids `[T]`.
+
+    Returns:
+        Float32 `[T - 1]`, on the CPU.
+    """
+    hidden, head = hidden_states(model, ids), model.get_output_embeddings()
+    targets = ids[1:].to(hidden.device)
+    pieces = zip(hidden[:-1].split(_ROWS), targets.split(_ROWS), strict=True)
+    losses = [F.cross_entropy(head(x).float(), y, reduction="none") for x, y in pieces]
+    return torch.cat(losses).cpu()
+
+
+def loss_scores(model: Any, text: Text, length: int, last: int) -> dict[str, Any]:
+    """The loss on the first `length` tokens of each of a text's starts.
+
+    Args:
+        model: as in `token_losses`.
+        text: what is read.
+        length: tokens of the context.
+        last: tokens at its end whose loss is given by itself.
+
+    Returns:
+        `loss` and `last`, nats a token by start; `edges` and `by_position`, their mean between
+        these positions over the starts; `seconds` of the fastest start.
+    """
+    losses, seconds = [], []
+    for ids in text.starts[:, :length]:
+        begun = time.perf_counter()
+        losses.append(token_losses(model, ids))
+        seconds.append(time.perf_counter() - begun)
+    table = torch.stack(losses).double()
+    bounds = edges(length)
+    # The loss at place i is that of the token at position i + 1.
+    cuts = [max(edge - 1, 0) for edge in bounds]
+    parts = [table[:, low:high].mean() for low, high in pairwise(cuts)]
+    return {
+        "loss": table.mean(1).tolist(),
+        "last": table[:, -last:].mean(1).tolist(),
+        "edges": bounds,
+        "by_position": torch.stack(parts).tolist(),
+        "seconds": min(seconds),
+    }
+
+
+@torch.no_grad()
+def needle_scores(
+    model: Any, encode: Callable[[str], list[int]], text: Text, length: int, count: int
+) -> dict[str, Any]:
+    """How many needles a model finds, and the loss of the right answers.
+
+    Args:
+        model: as in `token_losses`.
+        encode: from a string to token ids, without special tokens.
+        text: the haystack; its starts take turns.
+        length: tokens of the context, needles and question among them.
+        count: number of samples, the same for all settings.
+
+    Returns:
+        `needles`, whether each was found, and `answer`, nats a token of the right answers.
+    """
+    found, losses = [], []
+    head = model.get_output_embeddings()
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        haystack = text.starts[seed % len(text.starts)]
+        sample = needle_sample(encode, haystack, length, generator=generator)
+        before = slice(sample.answer.start - 1, sample.answer.stop - 1)
+        logits = head(hidden_states(model, sample.ids)[before]).float().cpu()
+        found.append(needle_accuracy(logits.argmax(-1), sample))
+        losses.append(F.cross_entropy(logits, sample.ids[sample.answer]).item())
+    return {"needles": found, "answer": losses}
