@@ -24,8 +24,8 @@ def clear(shape: tuple[int, int], radius: int, text_length: int = 0) -> Mod:
     """CLEAR: lets an image token see those within a circle, and text see and be seen by all.
 
     dy² + dx² < radius² on the canvas, or q_idx < text_length, or kv_idx < text_length. The text
-    tokens come first, then the image row by row. (The paper may also add pooled tokens, which are
-    more keys.)
+    tokens come first, then the image row by row. Keys after those are the paper's pooled tokens,
+    averages of squares of the image's keys and values: image tokens see them all, and text none.
 
     Args:
         shape: height and width of the canvas, in tokens.
@@ -33,7 +33,7 @@ def clear(shape: tuple[int, int], radius: int, text_length: int = 0) -> Mod:
         text_length: number of text tokens, at least 0.
 
     Returns:
-        A mask_mod for `text_length + height * width` positions.
+        A mask_mod for `text_length + height * width` positions, and any number of pooled keys.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -47,12 +47,15 @@ def clear(shape: tuple[int, int], radius: int, text_length: int = 0) -> Mod:
     reach, text = integer("radius", radius), integer("text_length", text_length, at_least=0)
     extents = [torch.tensor(extent) for extent in shape]
     start, square = torch.tensor(text), torch.tensor(reach**2)
+    end = torch.tensor(text + math.prod(shape))
 
     def clear_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q_y, q_x = _coordinates(q_idx - start, extents)
         kv_y, kv_x = _coordinates(kv_idx - start, extents)
         near = (q_y - kv_y) ** 2 + (q_x - kv_x) ** 2 < square
-        return near | (q_idx < start) | (kv_idx < start)
+        by_text = (q_idx < start) & (kv_idx < end)
+        by_image = (q_idx >= start) & (near | (kv_idx < start) | (kv_idx >= end))
+        return by_text | by_image
 
     def bounds(
         b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
@@ -61,60 +64,100 @@ def clear(shape: tuple[int, int], radius: int, text_length: int = 0) -> Mod:
             (x - start).clamp(min=0) // extents[1] for x in (q_lo, q_hi, kv_lo, kv_hi)
         )
         near = (q_top - kv_bottom < reach) & (kv_top - q_bottom < reach)
-        return near | (q_lo < text) | (kv_lo < text), (q_hi < text) | (kv_hi < text)
+        text_sees, image_sees = kv_lo < end, near | (kv_lo < start) | (kv_hi >= end)
+        some = ((q_lo < start) & text_sees) | ((q_hi >= start) & image_sees)
+        text_sees, image_sees = kv_hi < end, (kv_hi < start) | (kv_lo >= end)
+        return some, ((q_lo >= start) | text_sees) & ((q_hi < start) | image_sees)
 
     clear_mask.block_bounds = bounds  # type: ignore[attr-defined]
     return described(clear_mask, f"clear({shape}, {radius})")
 
 
-def natten(shape: tuple[int, ...], kernel: tuple[int, ...]) -> Mod:
+def natten(
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    dilation: tuple[int, ...] | None = None,
+    is_causal: tuple[bool, ...] | None = None,
+) -> Mod:
     """NATTEN: lets a token see the box of `kernel` tokens around it, moved inward at the borders.
 
     On each axis of L tokens and a kernel of K, with l = floor(K/2) tokens before the centre and
     r = K - 1 - l after it, the centre is c = clamp(q, l, L - 1 - r), and c - l <= k <= c + r:
-    every token sees K keys. attention-gym's `generate_natten` takes one axis for the other where
-    canvas or kernel is not square, and lets an even kernel see K + 1.
+    every token sees K keys. With a dilation of D this holds within each of the D sets of every
+    D-th token, apart. A causal axis has 0 <= q - k < K instead, and fewer keys at its start.
+    attention-gym's `generate_natten` takes one axis for the other where canvas or kernel is not
+    square, and lets an even kernel see K + 1.
 
     Args:
         shape: tokens along each axis, the last one running fastest; one, two, three axes or more.
-        kernel: keys along each axis, at most as many as tokens.
+        kernel: keys along each axis; times the dilation at most as many as tokens.
+        dilation: steps between the keys of a box along each axis, at least 1; 1 if not given.
+        is_causal: whether tokens see none after themselves along each axis; nowhere if not given.
 
     Returns:
         A mask_mod for `prod(shape)` positions.
 
     Raises:
-        TypeError: if an argument is no tuple of ints.
-        ValueError: if a number is out of its range, or there are not as many of both.
+        TypeError: if an argument is no tuple of ints, or `is_causal` none of bools.
+        ValueError: if a number is out of its range, or there are not as many of each.
 
-    Reference: Hassani et al., "Neighborhood Attention Transformer", arXiv 2204.07143, and the
-    NATTEN library's rule for even kernels.
+    Reference: Hassani et al., "Neighborhood Attention Transformer", arXiv 2204.07143; Hassani &
+    Shi, "Dilated Neighborhood Attention Transformer", arXiv 2209.15001; the rules for even kernels
+    and causal axes are those of the NATTEN library's FlexAttention form, which also has strides.
     """
-    if len(sizes("shape", shape)) != len(sizes("kernel", kernel)):
-        raise ValueError(f"kernel must have one number for each axis of {shape}, got {kernel}")
-    if any(size > extent for size, extent in zip(kernel, shape, strict=True)):
-        raise ValueError(f"kernel must be at most {shape}, got {kernel}")
+    steps = (1,) * len(sizes("shape", shape)) if dilation is None else dilation
+    flags = (False,) * len(shape) if is_causal is None else is_causal
+    if not isinstance(flags, tuple) or not all(isinstance(flag, bool) for flag in flags):
+        raise TypeError(f"is_causal must be a tuple of bools, got {flags!r}")
+    for name, values in (
+        ("kernel", sizes("kernel", kernel)),
+        ("dilation", sizes("dilation", steps)),
+        ("is_causal", flags),
+    ):
+        if len(values) != len(shape):
+            raise ValueError(f"{name} must have one entry for each axis of {shape}, got {values}")
+    if any(k * d > extent for k, d, extent in zip(kernel, steps, shape, strict=True)):
+        raise ValueError(f"kernel times dilation must be at most {shape}, got {kernel}, {steps}")
     extents = [torch.tensor(extent) for extent in shape]
-    # Tokens before and after the centre, and its own range.
-    boxes = [
-        tuple(torch.tensor(x) for x in (size // 2, (size - 1) // 2, extent - 1 - (size - 1) // 2))
-        for size, extent in zip(kernel, shape, strict=True)
+    axes = [
+        (extent, torch.tensor(size), torch.tensor(step), flag)
+        for extent, size, step, flag in zip(extents, kernel, steps, flags, strict=True)
     ]
     row = math.prod(shape[1:])
+
+    def first_key(
+        q: Tensor, extent: Tensor, size: Tensor, step: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The first key of a token on an axis, counted within its set, and the last one."""
+        place, tokens = q // step, (extent - 1 - q % step) // step + 1
+        if causal:
+            return place - size + 1, place
+        first = torch.minimum((place - size // 2).clamp(min=0), tokens - size)
+        return first, first + size - 1
 
     def natten_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = q_idx * 0 == kv_idx * 0
         q_at, kv_at = _coordinates(q_idx, extents), _coordinates(kv_idx, extents)
-        for q, k, (before, after, last) in zip(q_at, kv_at, boxes, strict=True):
-            centre = torch.minimum(torch.maximum(q, before), last)
-            visible = visible & (centre - before <= k) & (k <= centre + after)
+        for q, k, axis in zip(q_at, kv_at, axes, strict=True):
+            step = axis[2]
+            first, last = first_key(q, *axis)
+            visible = visible & (q % step == k % step) & (first <= k // step) & (k // step <= last)
         return visible
 
     def bounds(
         b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
     ) -> tuple[Tensor, Tensor]:
-        before, after, last = boxes[0]
-        top, bottom = (torch.minimum(torch.maximum(x // row, before), last) for x in (q_lo, q_hi))
-        some = (kv_hi // row >= top - before) & (kv_lo // row <= bottom + after)
+        # Rows of the first axis: those that a block's rows may see, over all their sets.
+        step, extent = steps[0], shape[0]
+        before = kernel[0] - 1 if flags[0] else kernel[0] // 2
+        after = 0 if flags[0] else (kernel[0] - 1) // 2
+        first, last = q_lo // row - before * step, q_hi // row + after * step
+        if not flags[0]:
+            first, last = (
+                first.clamp(max=extent - kernel[0] * step),
+                last.clamp(min=kernel[0] * step - 1),
+            )
+        some = (kv_hi // row >= first) & (kv_lo // row <= last)
         return some, torch.zeros_like(some)
 
     natten_mask.block_bounds = bounds  # type: ignore[attr-defined]

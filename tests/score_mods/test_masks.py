@@ -44,16 +44,22 @@ CASES = {
 CHUNKS = range(0, T, 70)
 
 
-def box(q, shape, kernel):
-    """The keys of a token: on each axis the first K-window that holds it nearest its centre."""
+def box(q, shape, kernel, dilation=(1, 1, 1), is_causal=(False,) * 3):
+    """The keys of a token: on each axis, among every D-th one, the K-window nearest its centre."""
     axes = []
-    for position, extent, size in zip(np.unravel_index(q, shape), shape, kernel, strict=True):
-        start = min(max(position - size // 2, 0), extent - size)
-        axes.append(range(start, start + size))
+    for axis, position in enumerate(np.unravel_index(q, shape)):
+        same = list(range(position % dilation[axis], shape[axis], dilation[axis]))
+        place, size = same.index(position), kernel[axis]
+        start = place - size + 1 if is_causal[axis] else place - size // 2
+        stop = place + 1 if is_causal[axis] else min(max(start, 0), len(same) - size) + size
+        axes.append(same[max(stop - size, 0) : stop])
     return {int(np.ravel_multi_index(place, shape)) for place in itertools.product(*axes)}
 
 
 COMBINED = {
+    "dilated natten": sm.natten((25, 12), (4, 3), (5, 4)),
+    "causal natten": sm.natten((25, 12), (4, 3), (3, 1), (True, False)),
+    "text and a pooled image": sm.clear((16, 15), 4, text_length=28),  # 32 pooled keys
     "causal and document": sm.and_masks(sm.causal, sm.document(IDS)),
     "document of a batch": sm.and_masks(sm.causal, sm.document(BATCH_IDS)),
     "window or prefix": sm.or_masks(sm.sliding_window(33), sm.prefix_lm(5)),
@@ -118,6 +124,58 @@ def test_natten_sees_the_whole_kernel_everywhere(shape, kernel):
     assert (visible.sum(-1) == math.prod(kernel)).all()
     for q in range(size):
         assert set(visible[q].nonzero().flatten().tolist()) == box(q, shape, kernel)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "dilation", "is_causal"),
+    [
+        ((14,), (3,), (4,), (False,)),
+        ((14,), (3,), (4,), (True,)),
+        ((11, 7), (2, 3), (3, 2), (False, False)),
+        ((11, 7), (5, 3), (2, 1), (True, False)),
+        ((5, 4, 6), (2, 2, 3), (2, 1, 2), (True, False, True)),
+        ((6, 6), (3, 3), (2, 2), (False, False)),
+    ],
+)
+def test_natten_with_dilation_and_causal_axes(shape, kernel, dilation, is_causal):
+    size = math.prod(shape)
+    mask = sm.natten(shape, kernel, dilation, is_causal)
+    visible = create_mask(mask, 1, 1, size, size, "cpu")[0, 0]
+    for q in range(size):
+        keys = box(q, shape, kernel, dilation, is_causal)
+        assert set(visible[q].nonzero().flatten().tolist()) == keys
+    assert (visible.sum(-1) == math.prod(kernel)).all() == (not any(is_causal))
+    # Rows of the first axis bound the blocks: those of one row each are kept if any key is seen.
+    row = math.prod(shape[1:])
+    blocks = kinds_of_blocks(sm.create_block_mask(mask, 1, 1, size, size, BLOCK_SIZE=row))[0, 0]
+    by_row = visible.view(shape[0], row, shape[0], row).any(3).any(1)
+    assert (blocks > 0)[by_row].all()
+    if dilation[0] == 1:
+        assert torch.equal(blocks > 0, by_row)
+
+
+def test_pooled_tokens_of_clear_are_for_the_image_alone():
+    """As the authors' code has it: more keys than queries, and attention over them all."""
+    height, width, text = 4, 6, 3
+    mask = sm.clear((height, width), 2, text_length=text)
+    q_length, kv_length = text + 24, text + 24 + 6
+    seen = create_mask(mask, 1, 1, q_length, kv_length, "cpu")[0, 0]
+    for q, k in np.ndindex(q_length, kv_length):
+        if q < text:
+            expected = k < text + 24
+        elif k < text or k >= text + 24:
+            expected = True
+        else:
+            expected = math.dist(divmod(q - text, width), divmod(k - text, width)) < 2 - 1e-9
+        assert seen[q, k] == expected
+    for size in (1, 3, 8):
+        blocks = kinds_of_blocks(
+            sm.create_block_mask(mask, None, None, q_length, kv_length, BLOCK_SIZE=size)
+        )[0, 0]
+        for i, j in np.ndindex(*blocks.shape):
+            part = seen[i * size : (i + 1) * size, j * size : (j + 1) * size]
+            assert blocks[i, j] or not part.any()
+            assert blocks[i, j] < 2 or part.all()
 
 
 def test_layers_follow_the_configurations_of_the_transformers_library():
@@ -263,8 +321,16 @@ def test_blocks_are_cached_and_the_mask_is_not():
         (lambda: sm.clear((3, 3, 3), 2), ValueError, "shape must be a height and a width"),
         (lambda: sm.clear((3, 3), 0), ValueError, "radius must be at least 1"),
         (lambda: sm.clear([3, 3], 2), TypeError, "shape must be a tuple"),
-        (lambda: sm.natten((3, 4), (3,)), ValueError, "kernel must have one number"),
-        (lambda: sm.natten((3, 4), (3, 5)), ValueError, "kernel must be at most"),
+        (lambda: sm.natten((3, 4), (3,)), ValueError, "kernel must have one entry for each axis"),
+        (lambda: sm.natten((3, 4), (3, 5)), ValueError, "kernel times dilation must be at most"),
+        (lambda: sm.natten((3, 4), (3, 3), (1, 2)), ValueError, "kernel times dilation"),
+        (lambda: sm.natten((3, 4), (3, 3), (1,)), ValueError, "dilation must have one entry"),
+        (lambda: sm.natten((3, 4), (3, 3), 2), TypeError, "dilation must be a tuple of ints"),
+        (
+            lambda: sm.natten((3, 4), (3, 3), is_causal=(1, 0)),
+            TypeError,
+            r"is_causal must be a tuple of bools, got \(1, 0\)",
+        ),
         (lambda: sm.natten((3, 0), (3, 1)), ValueError, "each of shape"),
         (lambda: sm.local_global(sm.causal, 0), ValueError, "period"),
         (lambda: sm.gemma2_layers(8)(-1), ValueError, "layer must be at least 0"),
