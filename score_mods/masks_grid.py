@@ -125,10 +125,10 @@ def natten(
     ]
     row = math.prod(shape[1:])
 
-    def first_key(
+    def window(
         q: Tensor, extent: Tensor, size: Tensor, step: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """The first key of a token on an axis, counted within its set, and the last one."""
+        """The first and the last key of a token on an axis, counted within its set."""
         place, tokens = q // step, (extent - 1 - q % step) // step + 1
         if causal:
             return place - size + 1, place
@@ -139,24 +139,21 @@ def natten(
         visible = q_idx * 0 == kv_idx * 0
         q_at, kv_at = _coordinates(q_idx, extents), _coordinates(kv_idx, extents)
         for q, k, axis in zip(q_at, kv_at, axes, strict=True):
-            step = axis[2]
-            first, last = first_key(q, *axis)
-            visible = visible & (q % step == k % step) & (first <= k // step) & (k // step <= last)
+            first, last = window(q, *axis)
+            place, step = k // axis[2], axis[2]
+            visible = visible & (q % step == k % step) & (first <= place) & (place <= last)
         return visible
 
     def bounds(
         b: Tensor, h: Tensor, q_lo: Tensor, q_hi: Tensor, kv_lo: Tensor, kv_hi: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # Rows of the first axis: those that a block's rows may see, over all their sets.
-        step, extent = steps[0], shape[0]
-        before = kernel[0] - 1 if flags[0] else kernel[0] // 2
-        after = 0 if flags[0] else (kernel[0] - 1) // 2
-        first, last = q_lo // row - before * step, q_hi // row + after * step
-        if not flags[0]:
-            first, last = (
-                first.clamp(max=extent - kernel[0] * step),
-                last.clamp(min=kernel[0] * step - 1),
-            )
+        # Rows of the first axis: from the first to the last that a block's rows may see.
+        top, bottom, size, step = q_lo // row, q_hi // row, kernel[0], steps[0]
+        if flags[0]:
+            first, last = top - (size - 1) * step, bottom
+        else:
+            first = (top - size // 2 * step).clamp(max=shape[0] - size * step)
+            last = (bottom + (size - 1) // 2 * step).clamp(min=size * step - 1)
         some = (kv_hi // row >= first) & (kv_lo // row <= last)
         return some, torch.zeros_like(some)
 

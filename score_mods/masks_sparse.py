@@ -44,7 +44,8 @@ def chunked(chunk: int) -> Mod:
     return described(chunked_mask, f"chunked({chunk})")
 
 
-def _first_keys(count: int) -> Mod:
+def first_keys(count: int) -> Mod:
+    """The mask of the first `count` keys."""
     limit = torch.tensor(count)
 
     def first_keys_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def lambda_mask(window: int, sinks: int = 10) -> Mod:
 
     Reference: Han et al., "LM-Infinite", arXiv 2308.16137.
     """
-    first = and_masks(causal, _first_keys(integer("sinks", sinks)))
+    first = and_masks(causal, first_keys(integer("sinks", sinks)))
     return described(or_masks(sliding_window(window), first), f"lambda_mask({window}, {sinks})")
 
 

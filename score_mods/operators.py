@@ -48,7 +48,9 @@ def _log_power(name: str, deg: int, *, magnitude: bool) -> Mod:
 def _gated(mod: Mod, log_g: Tensor | None) -> Mod:
     if log_g is None:
         return mod
-    return described(compose(mod, forgetting_gate(log_g)), mod.__name__, mod)
+    gated = compose(mod, forgetting_gate(log_g))
+    gated.__name__ = mod.__name__
+    return gated
 
 
 def power(deg: int = 2, log_g: Tensor | None = None) -> Mod:

@@ -18,6 +18,7 @@ keys where they are and holds queries at the last position of its cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -25,11 +26,12 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod
+from score_mods._captured import Mod, described, made_for
 from score_mods._checks import integer, number
 from score_mods.attention import attention
 from score_mods.combine import with_offset, with_positions
 from score_mods.masks import and_masks, bounds_of, causal, sliding_window
+from score_mods.masks_sparse import first_keys
 from score_mods.merge import merge
 from score_mods.rotary import Rotary
 
@@ -124,7 +126,7 @@ class TwoBranch:
             at_q = torch.arange(T_q, device=q.device) if q_positions is None else q_positions
             at_kv = torch.arange(T, device=k.device) if kv_positions is None else kv_positions
             if self.sinks is not None:
-                far_mask = and_masks(far_mask, _first(self.sinks))
+                far_mask = and_masks(far_mask, first_keys(self.sinks))
             near_mask = with_positions(near_mask, at_q, at_kv)
             far_mask = with_positions(far_mask, at_q, at_kv)
         else:
@@ -168,16 +170,6 @@ class TwoBranch:
         )
 
 
-def _first(count: int) -> Mod:
-    """The first `count` keys."""
-    limit = torch.tensor(count)
-
-    def first_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx < limit
-
-    return first_mask
-
-
 def _folded_score(score_mod: Mod, length: int) -> Mod:
     """The score_mod for keys that are followed by a second copy of the first of them."""
     T = torch.tensor(length)
@@ -185,8 +177,10 @@ def _folded_score(score_mod: Mod, length: int) -> Mod:
     def folded_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, b, h, q_idx, torch.where(kv_idx < T, kv_idx, kv_idx - T))
 
-    folded_mod.num_heads = getattr(score_mod, "num_heads", None)  # type: ignore[attr-defined]
-    return folded_mod
+    batch, queries, keys = made_for(score_mod)
+    reach = batch, queries, math.inf if keys >= length else keys
+    folded_mod.made_for = reach  # type: ignore[attr-defined]
+    return described(folded_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)
 
 
 def _either(first: Mod, second: Mod, length: int) -> Mod:

@@ -287,6 +287,16 @@ def test_inline_attention():
             ValueError,
             "score_mod must reach to a batch of 1, 9 queries",
         ),
+        (
+            lambda: sm.dense_attention(*qkv(9), sm.power(2, gates(9, 3))),
+            ValueError,
+            "for 3 heads",
+        ),
+        (
+            lambda: sm.log_linear(torch.ones(1, 2, 9, 5), gates(9, 3)),
+            ValueError,
+            r"one number of heads, got \[2, 3\]",
+        ),
         (lambda: sm.norm_attention(*qkv(3), eps=0), ValueError, "eps must be a positive number"),
         (lambda: sm.norm_attention(*qkv(3, dtype=torch.float32)), ValueError, 'impl="dense"'),
         (lambda: sm.focused_features(torch.ones(3), -1), ValueError, "deg must be a positive"),

@@ -171,6 +171,16 @@ def test_packed_documents_equal_separate_ones(name, form):
     torch.testing.assert_close(out, torch.cat(apart, 2), rtol=0, atol=1e-12)
 
 
+@BOTH
+def test_a_score_mod_with_a_value_for_each_token(form):
+    """It counts keys as they come, also where the single call has them twice."""
+    q, k, v = qkv(23)
+    log_g = -torch.rand(1, H, 23, dtype=torch.float64)
+    out = CASES["rerope"][0](q, k, v, sm.forgetting_gate(log_g), form=form, impl="dense")
+    expected, _ = by_pairs("rerope", q, k, v, lambda h, i, j: log_g[0, h, j + 1 : i + 1].sum())
+    np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=1e-10)
+
+
 @EVERY
 @BOTH
 def test_gradients_with_an_empty_row(name, form):
@@ -343,6 +353,16 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
             lambda: sm.rerope(ROTARY, W)(*qkv(9, 2), impl="dense"),
             ValueError,
             "q_positions must be given",
+        ),
+        *(
+            (
+                lambda form=form: sm.rerope(ROTARY, W)(
+                    *qkv(9), sm.forgetting_gate(torch.zeros(1, 1, 8)), form=form, impl="dense"
+                ),
+                ValueError,
+                "score_mod must reach to a batch of 1, 9 queries",
+            )
+            for form in ("merge", "single")
         ),
         (lambda: sm.attention_sink("1"), TypeError, "sink must be a number"),
         (lambda: sm.attention_sink(torch.ones(2, 2)), ValueError, r"shape \(H,\)"),
