@@ -1,7 +1,8 @@
 """Every score_mod beside plain causal FlexAttention, on one GPU, in one run.
 
 Prints the tables of ``RESULTS.md``: forward and backward of a training step at 4096 tokens, over
-lengths, with grouped queries; decoding with a long cache; and the seconds that compiling takes.
+lengths, with grouped queries; two-branch attention in its two forms, from unrotated queries and
+keys; decoding with a long cache; and the seconds that compiling takes.
 Each case is first checked against dense float64 where that fits. Kernels are compiled by many
 processes at once, and timed one at a time.
 """
@@ -55,6 +56,9 @@ def as_written(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tenso
 def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, bool]]:
     """Name to score_mod, and whether it gets `kernel_options` or FlexAttention's own."""
     tau = torch.full((HEADS,), 10.0, device="cuda", requires_grad=True)
+    log_g = torch.full((4, HEADS, 4096), -0.01, device="cuda", requires_grad=True)
+    units = [(32,), (32,), (HEADS, 32), (HEADS,)]
+    network = [torch.full(shape, 0.1, device="cuda", requires_grad=True) for shape in units]
     return {
         BASELINE: (None, False),
         "plain, our options": (None, True),
@@ -66,11 +70,26 @@ def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, bool]]:
         "alibi": (sm.alibi(HEADS), True),
         "logn": (sm.logn(), True),
         "ssmax": (sm.ssmax(0.43), True),
+        "forgetting_gate, learnable": (sm.forgetting_gate(log_g), True),
+        "fire, 32 units, learnable": (sm.fire(*network), True),
         "softcap": (generate_tanh_softcap(30), True),
         "softcap, approx": (generate_tanh_softcap(30, approx=True), True),
     }
 
 
+WINDOW = 1024
+SCHEMES = {
+    "rerope": partial(sm.rerope, window=WINDOW),
+    "leaky_rerope": partial(sm.leaky_rerope, window=WINDOW, factor=16.0),
+    "self_extend": partial(sm.self_extend, window=WINDOW, group=8),
+    "lm_infinite": partial(sm.lm_infinite, window=WINDOW),
+    "streaming_llm": partial(sm.streaming_llm, window=WINDOW),
+}
+TWO_BRANCH = {
+    f"{name}, {form}": (scheme, form)
+    for name, scheme in SCHEMES.items()
+    for form in ("merge", "single")
+}
 SDPA = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -78,7 +97,8 @@ def cases() -> list[Case]:
     """All of them, dearest to compile first."""
     found = []
     for D in (64, 128):
-        found += [Case(name, D, 4096, 4) for name in (*score_mods(), *SDPA)]
+        found += [Case(name, D, 4096, 4) for name in (*TWO_BRANCH, *score_mods(), *SDPA)]
+        found += [Case(name, D, 16_384, 1) for name in TWO_BRANCH]
         for T, B in ((1024, 16), (16_384, 1), (65_536, 1)):
             found += [Case(name, D, T, B) for name in (BASELINE, "scale_invariant", *SDPA)]
         for name in (BASELINE, "scale_invariant"):
@@ -91,6 +111,9 @@ def cases() -> list[Case]:
 def function_of(case: Case, compiled: Callable[..., Any]) -> Callable[..., Tensor]:
     """Attention of (q, k, v), all that does not belong to a step made beforehand."""
     grouped = case.kv_heads != HEADS
+    if case.name in TWO_BRANCH:
+        scheme, form = TWO_BRANCH[case.name]
+        return partial(scheme(sm.rope(case.D)), form=form)
     if case.name in SDPA:
 
         def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -128,18 +151,28 @@ def step(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad:
     return (out, *torch.autograd.grad(out, (q, k, v), grad)) if q.requires_grad else (out,)
 
 
+def of_first_heads(case: Case) -> Callable[..., Tensor] | None:
+    """The score_mod of a case in a form that may be called for fewer heads than it is made for."""
+    mod = score_mods().get(case.name, (None,))[0]
+    if mod is None:
+        return None
+    if case.decode:
+        mod = sm.with_offset(mod, case.T - 1)
+    return lambda score, b, h, q_idx, kv_idx: mod(score, b, h, q_idx, kv_idx)
+
+
 def check(case: Case, results: tuple[Tensor, ...], *given: Tensor) -> None:
     """Hold the first group of heads to dense float64, where its T² scores fit."""
     if case.T > 4096 and not case.decode:
         return
     group = HEADS // case.kv_heads
-    mod = score_mods().get(case.name, (None,))[0]
-    if mod is not None and case.decode:
-        mod = sm.with_offset(mod, case.T - 1)
     first = [x[:1, : (group if x.shape[1] == HEADS else 1)].detach().double() for x in given]
     first[:3] = [x.requires_grad_(not case.decode) for x in first[:3]]
-    mask = None if case.decode else sm.causal
-    dense = partial(sm.dense_attention, score_mod=mod, mask_mod=mask)
+    if case.name in TWO_BRANCH:
+        dense = partial(TWO_BRANCH[case.name][0](sm.rope(case.D)), impl="dense")
+    else:
+        mask = None if case.decode else sm.causal
+        dense = partial(sm.dense_attention, score_mod=of_first_heads(case), mask_mod=mask)
     for got, want in zip(results, step(dense, *first), strict=True):
         got = got[:1, : want.shape[1]].double()
         error = ((got - want).norm() / want.norm()).item()
@@ -259,10 +292,12 @@ def tables(found: dict[Case, Any], compiling: dict[tuple[str, int], float]) -> s
     parts = []
     for D in (64, 128):
         of = [case for case in found if case.D == D]
+        two = sorted((case for case in of if case.name in TWO_BRANCH), key=lambda c: c.T)
         square = [case for case in of if not case.decode and case.kv_heads == HEADS]
         order = [*score_mods(), *SDPA]
         rank = {name: i for i, name in enumerate(order)}
-        at_4k = sorted((c for c in square if c.T == 4096), key=lambda c: rank[c.name])
+        at_4k = [c for c in square if c.T == 4096 and c.name in rank]
+        at_4k.sort(key=lambda c: rank[c.name])
         by_length = sorted(
             (c for c in square if c.name in (BASELINE, "scale_invariant", *SDPA)),
             key=lambda c: (c.T, rank[c.name]),
@@ -279,6 +314,11 @@ def tables(found: dict[Case, Any], compiling: dict[tuple[str, int], float]) -> s
                 f"Head size {D}, H 16, B 16, 4, 1, 1 by length",
                 f"T, mechanism | {head}",
                 [row(c, found, f"{c.T}, {c.name}") for c in by_length],
+            ),
+            table(
+                f"Head size {D}, H 16, two branches with a window of {WINDOW}, B 4, 1 by length",
+                f"T, mechanism | {head}",
+                [row(c, found, f"{c.T}, {c.name}") for c in two],
             ),
             table(
                 f"Head size {D}, B 4, T 4096, 16 query heads for 4 of keys",
