@@ -24,7 +24,7 @@ from benchmarks.extension.tables import Grid, draw, table
 from benchmarks.machine import machine
 
 MODS = (
-    "rope,ntk,dynamic_ntk,yarn,p_rope,logn,logn_ntk,ssmax,infoscale,self_extend,rerope,"
+    "rope,recent,ntk,dynamic_ntk,yarn,p_rope,logn,logn_ntk,ssmax,infoscale,self_extend,rerope,"
     "lm_infinite,streaming_llm,scale_invariant:mu=on/off"
 )
 
@@ -63,9 +63,10 @@ def measure(run: Run) -> list[Row]:
             if applied != (length, setting):
                 run.apply(setting, length)
                 applied = length, setting
-            row = loss_scores(run.model, text, length, last)
+            reads = setting.reads(length, run.trained)
+            row = loss_scores(run.model, text, length, reads, last)
             if needles:
-                row |= needle_scores(run.model, run.encode, text, length, needles)
+                row |= needle_scores(run.model, run.encode, text, length, reads, needles)
             found[place] = kept.save(identity, {**row, "machine": used})
             bar.update()
     return [row for row in found if row is not None]
@@ -74,7 +75,7 @@ def measure(run: Run) -> list[Row]:
 def _report(run: Run) -> str:
     """Measure, write `table.md` and the figures, and return the table."""
     grid = Grid(measure(run))
-    written = table(grid, run.trained.length)
+    written = table(grid)
     figures = "\n".join(f"![]({name})" for name in draw(grid, run.out))
     (run.out / "table.md").write_text(f"{written}\n\n{figures}\n", encoding="utf-8")
     return written
@@ -90,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="smollm2", help="a folder, .gguf file or Hugging Face id")
     add("--gguf", metavar="FILE", help="GGUF file in that folder or repository")
     add("--text", metavar="SOURCE", nargs="+", default=list(texts.KINDS))
-    add("--lengths", default="4096,8192,16384,32768", metavar="N,M,...")
+    add("--lengths", default="4096,8192,16384,32768,65536", metavar="N,M,...")
     add("--mods", nargs="+", default=[MODS], metavar="NAME,...", help=f"default: {MODS}")
     add("--out", default="reports/extension", metavar="DIR")
     add("--starts", type=int, default=3, help="places in each text where reading starts")

@@ -42,9 +42,11 @@ def explain(run: Run) -> str:
         A Markdown table.
 
     Raises:
-        ValueError: if a setting has two branches, whose logits are of two kinds.
+        ValueError: if a setting has two branches, whose logits are of two kinds, or is `recent`.
     """
     for setting in run.settings:
+        if setting.recent:
+            raise ValueError(f"explain: {setting.label} does not read the whole context")
         if isinstance(setting.positions(run.lengths[-1], run.trained), TwoBranch):
             raise ValueError(f"explain: {setting.label} rotates near and far keys differently")
     kept, text, used = Rows(run.out / "explained"), run.texts[0], machine(run.model.device)
@@ -178,8 +180,9 @@ def _draw(run: Run, rows: dict[str, list[Row]]) -> None:
             first = torch.tensor(row["first"]).mean(1, keepdim=True)
             share = torch.cat([first, torch.tensor(row["share"]).mean(1)], 1)
             ax = heatmap(axes[line, column], share, "share")
-            names = ["first key", *(f"from {edge:,}" for edge in row["edges"][:-1])]
+            names = ["first key", "own key", *(f"from {edge:,}" for edge in row["edges"][1:-1])]
             ax.set_yticks(range(len(names)), names)
+            ax.images[0].set_clim(0, 1)
             ax.set(title=title, ylabel="distance")
     with figure(run.out / "slopes.png", len(run.lengths), len(rows), height=2.4) as axes:
         for line, column, title, row in panels:

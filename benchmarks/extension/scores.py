@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -48,41 +49,48 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
     return torch.cat(losses).cpu()
 
 
-def loss_scores(model: Any, text: Text, length: int, last: int) -> dict[str, Any]:
+def loss_scores(model: Any, text: Text, length: int, reads: int, last: int) -> dict[str, Any]:
     """The loss on the first `length` tokens of each of a text's starts.
 
     Args:
         model: as in `token_losses`.
         text: what is read.
         length: tokens of the context.
+        reads: tokens at its end that are read.
         last: tokens at its end whose loss is given by itself.
 
     Returns:
-        `loss` and `last`, nats a token by start; `edges` and `by_position`, their mean between
-        these positions over the starts; `seconds` of the fastest start.
+        `loss` and `last`, nats a token by start; `edges` and `by_position`, the mean over starts
+        of those between these positions, None where nothing is read; `seconds` of the fastest
+        start.
     """
-    losses, seconds = [], []
-    for ids in text.starts[:, :length]:
+    table = torch.full((len(text.starts), length - 1), math.nan, dtype=torch.float64)
+    seconds = []
+    for row, ids in zip(table, text.starts[:, :length], strict=True):
         begun = time.perf_counter()
-        losses.append(token_losses(model, ids))
+        row[length - reads :] = token_losses(model, ids[length - reads :])
         seconds.append(time.perf_counter() - begun)
-    table = torch.stack(losses).double()
     bounds = edges(length)
     # The loss at place i is that of the token at position i + 1.
     cuts = [max(edge - 1, 0) for edge in bounds]
-    parts = [table[:, low:high].mean() for low, high in pairwise(cuts)]
+    parts = [table[:, low:high].nanmean().item() for low, high in pairwise(cuts)]
     return {
-        "loss": table.mean(1).tolist(),
-        "last": table[:, -last:].mean(1).tolist(),
+        "loss": table.nanmean(1).tolist(),
+        "last": table[:, -last:].nanmean(1).tolist(),
         "edges": bounds,
-        "by_position": torch.stack(parts).tolist(),
+        "by_position": [None if math.isnan(part) else part for part in parts],
         "seconds": min(seconds),
     }
 
 
 @torch.no_grad()
 def needle_scores(
-    model: Any, encode: Callable[[str], list[int]], text: Text, length: int, count: int
+    model: Any,
+    encode: Callable[[str], list[int]],
+    text: Text,
+    length: int,
+    reads: int,
+    count: int,
 ) -> dict[str, Any]:
     """How many needles a model finds, and the loss of the right answers.
 
@@ -91,6 +99,7 @@ def needle_scores(
         encode: from a string to token ids, without special tokens.
         text: the haystack; its starts take turns.
         length: tokens of the context, needles and question among them.
+        reads: tokens at its end that are read.
         count: number of samples, the same for all settings.
 
     Returns:
@@ -102,8 +111,9 @@ def needle_scores(
         generator = torch.Generator().manual_seed(seed)
         haystack = text.starts[seed % len(text.starts)]
         sample = needle_sample(encode, haystack, length, generator=generator)
-        before = slice(sample.answer.start - 1, sample.answer.stop - 1)
-        logits = head(hidden_states(model, sample.ids)[before]).float().cpu()
+        answer = len(sample.ids[sample.answer])  # which ends the text
+        states = hidden_states(model, sample.ids[length - reads :])
+        logits = head(states[-answer - 1 : -1]).float().cpu()
         found.append(needle_accuracy(logits.argmax(-1), sample))
         losses.append(F.cross_entropy(logits, sample.ids[sample.answer]).item())
     return {"needles": found, "answer": losses}

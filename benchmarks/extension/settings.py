@@ -7,7 +7,8 @@ A setting is written NAME or NAME:OPTION=VALUE,..., and settings are separated b
 An option with several values, separated by slashes, stands for as many settings. NAME is a
 mechanism (`logn`, `ssmax`, `infoscale`, `scale_invariant`; `logn_ntk` is logn:rotary=ntk) or,
 where scores are left as they are, a scheme of positions (`rope` is the model as it comes).
-Options:
+`recent` is the model as it comes, reading the end of the context alone, as many tokens as it was
+trained on: what every extension has to beat. Options:
 
     rotary=SCHEME     positions, ntk for scale_invariant and rope for the others
     factor=NUMBER     wanted length over trained length; by default that of each context
@@ -64,6 +65,7 @@ class Setting:
         rotary: Scheme of positions, as it is written.
         factor: Wanted length over trained length; None for that of the context at hand.
         tau, sigma, mu, part, sinks: As in `extend`.
+        recent: Whether the model reads no more of the context's end than it was trained on.
     """
 
     score: str = "none"
@@ -74,22 +76,28 @@ class Setting:
     mu: bool = True
     part: str = "both"
     sinks: int = 1
+    recent: bool = False
 
     @property
     def label(self) -> str:
         """How the setting is written, with those options that are not the default."""
-        plain = _named(self.rotary if self.score == "none" else self.score)
+        name = self.rotary if self.score == "none" else self.score
+        name = "recent" if self.recent else name
+        plain = _named(name)
         options = [
             f"{field.name}={_spelled(value)}"
             for field in fields(self)
             if (value := getattr(self, field.name)) != getattr(plain, field.name)
         ]
-        name = self.rotary if self.score == "none" else self.score
         return f"{name}:{','.join(options)}" if options else name
 
     def ratio(self, length: int, trained: Trained) -> float:
         """Wanted length over trained length, at least 1, for a context of `length` tokens."""
         return max(1.0, length / trained.length) if self.factor is None else self.factor
+
+    def reads(self, length: int, trained: Trained) -> int:
+        """How many tokens at the end of a context of `length` the model reads."""
+        return min(length, trained.length) if self.recent else length
 
     def positions(self, length: int, trained: Trained) -> Rotary | TwoBranch:
         """The scheme of positions for a context of `length` tokens."""
@@ -196,7 +204,7 @@ POSITIONS: dict[str, tuple[float | None, Callable[..., Rotary | TwoBranch]]] = {
         ),
     ),
 }
-NAMES = (*POSITIONS, *(name for name in SCORES if name != "none"), "logn_ntk")
+NAMES = ("recent", *POSITIONS, *(name for name in SCORES if name != "none"), "logn_ntk")
 
 
 def parse(text: str) -> list[Setting]:
@@ -222,9 +230,10 @@ def _settings(written: str) -> list[Setting]:
     axes: dict[str, list[Any]] = {}
     for option in filter(None, written_options.split(",")):
         key, _, values = option.partition("=")
-        known = _OPTIONS if plain.score == "scale_invariant" else ("rotary", "factor")
+        known: tuple[str, ...] = () if plain.recent else ("rotary", "factor")
+        known = tuple(_OPTIONS) if plain.score == "scale_invariant" else known
         if key not in known or key in axes:
-            wrong = "twice" if key in axes else f"expected one of {', '.join(known)}"
+            wrong = "twice" if key in axes else f"expected {', '.join(known) or 'none'}"
             raise ValueError(f"mods: option {key!r} of {name}: {wrong}")
         axes[key] = [_value(name, key, value) for value in values.split("/")]
     chosen = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
@@ -233,6 +242,8 @@ def _settings(written: str) -> list[Setting]:
 
 def _named(name: str) -> Setting:
     """The setting that a name without options stands for."""
+    if name == "recent":
+        return Setting(recent=True)
     if name == "logn_ntk":
         return Setting("logn", "ntk")
     if name in SCORES and name != "none":

@@ -27,7 +27,7 @@ class Grid:
         )
         self.lengths.sort()
         self.last = settings[0]["last"]
-        self.needles = any("needles" in row for row in rows)
+        self.needles = settings[0]["needles"]
         self._rows = {
             (x["text"], x["label"], x["length"]): row
             for x, row in zip(settings, rows, strict=True)
@@ -38,14 +38,9 @@ class Grid:
         return self._rows.get((kind, label, length))
 
 
-def table(grid: Grid, trained: int) -> str:
-    """Markdown: how near the goal is, then loss and needles by length for each kind of text.
-
-    Args:
-        grid: the rows.
-        trained: tokens of the contexts that the model was trained on.
-    """
-    parts = [_goal(grid, trained)]
+def table(grid: Grid) -> str:
+    """Markdown: how near the goal is, then loss and needles by length for each kind of text."""
+    parts = [_goal(grid)]
     for kind in grid.kinds:
         parts += [
             f"### {kind}\n\nNats a token over the whole context / over its last {grid.last:,} "
@@ -90,8 +85,8 @@ def draw(grid: Grid, folder: Path) -> list[str]:
             for ax, kind in zip(axes[0], grid.kinds, strict=True):
                 found = {label: _shares(grid, kind, label) for label in shown}
                 by_length(ax, grid.lengths, found, "share of needles found")
-                ax.set_title(kind)
-            legend(axes[0, 0], shown, columns=2)
+                ax.set(title=kind, ylim=(-0.03, 1.03))
+            legend(axes[0, 0], shown, columns=2, measured=f"of {grid.needles} samples")
     return files
 
 
@@ -117,22 +112,22 @@ def _by_length(grid: Grid, kind: str, cell: Callable[[Any], str]) -> str:
     return markdown_table(["", *(f"{length:,}" for length in grid.lengths)], lines)
 
 
-def _goal(grid: Grid, trained: int) -> str:
-    """What a setting costs in the shortest contexts and loses in the longest, beside RoPE."""
+def _goal(grid: Grid) -> str:
+    """What a setting costs in the shortest contexts and gains or loses in the longest."""
     short, long = grid.lengths[0], grid.lengths[-1]
     lines = []
     for label in grid.labels:
         line = [f"`{label}`"]
         for kind in grid.kinds:
-            for name, length, plain in (("loss", short, short), ("last", long, trained)):
-                pair = grid.at(kind, label, length), grid.at(kind, "rope", plain)
+            for name, plain, length in (("loss", "rope", short), ("last", "recent", long)):
+                pair = grid.at(kind, label, length), grid.at(kind, plain, length)
                 line.append(_difference(*pair, name))
         lines.append(line)
     header = ["", *(f"{kind}: {name}" for kind in grid.kinds for name in ("cost", "rise"))]
     return (
-        f"Cost is the loss over {short:,} tokens less that of `rope`; rise is the loss at the "
-        f"end of {long:,} tokens less that of `rope` at the end of {trained:,}. Nats a token, the "
-        "mean of the differences between the same starts and its standard error.\n\n"
+        f"Cost is the loss over {short:,} tokens less that of `rope`; rise is the loss over the "
+        f"last {grid.last:,} of {long:,} tokens less that of `recent`. Nats a token, the mean of "
+        "the differences between the same starts and its standard error.\n\n"
         + markdown_table(header, lines)
     )
 
