@@ -331,7 +331,7 @@ catalogue: tuple[Mechanism, ...] = (
     Mechanism(
         "clear",
         "mask_mod",
-        "dy² + dx² < radius², or q_idx or kv_idx text",
+        "dy² + dx² < radius², or q_idx or kv_idx text; pooled keys for the image",
         "absolute",
         (),
         "arXiv 2412.16112",
@@ -340,7 +340,7 @@ catalogue: tuple[Mechanism, ...] = (
     Mechanism(
         "natten",
         "mask_mod",
-        "on each axis, the K keys around the query, moved inward at borders",
+        "on each axis, the K keys (or every D-th) around the query, moved inward at borders",
         "absolute",
         (),
         "arXiv 2204.07143",
@@ -457,7 +457,7 @@ catalogue: tuple[Mechanism, ...] = (
     Mechanism(
         "longrope",
         "q,k transform",
-        "w_i / factors_i; scores times 1 + ln factor / ln L0",
+        "w_i / factors_i after the first tokens; scores times 1 + ln factor / ln L0",
         "relative",
         (),
         "arXiv 2402.13753; transformers",
