@@ -84,10 +84,14 @@ def prepare(options: argparse.Namespace) -> Run:
         integer(name, getattr(options, name), least)
     if options.trained is not None:
         integer("trained", options.trained, _LEAST)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        raise ValueError(f"device: expected cpu or cuda, got {options.device!r}")
+    cuda = options.device != "cpu"
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("device: this machine has no CUDA device")
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
 
-    cuda = torch.device(options.device).type == "cuda"
     dtype = options.dtype or ("bfloat16" if cuda else "float32")
     model, tokenizer = load(options.model, options.gguf, dtype=getattr(torch, dtype))
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -18,7 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors  
 from analysis.calibration import calibrate, extend  # noqa: E402
 from benchmarks.extension import command, scores  # noqa: E402
 from benchmarks.extension.rows import Calibrations, Rows  # noqa: E402
-from benchmarks.extension.settings import ATTENTION, Setting, Trained, parse  # noqa: E402
+from benchmarks.extension.settings import (  # noqa: E402
+    ATTENTION,
+    SCORES,
+    Setting,
+    Trained,
+    parse,
+)
 from benchmarks.extension.texts import Text, read  # noqa: E402
 
 L0 = 256  # tokens that the model counts as trained on
@@ -166,6 +172,39 @@ def test_self_extend_has_no_distance_beyond_the_trained_length(length):
     farthest = scheme.far_query(torch.tensor(length - 1)) - scheme.far_key(torch.tensor(0))
     assert L0 / 2 < farthest <= L0
     assert scheme.window == L0 / 8
+
+
+def test_windows_and_first_keys_fill_the_trained_length():
+    schemes = {
+        written: parse(written)[0].positions(1024, TRAINED)
+        for written in ("lm_infinite", "streaming_llm", "streaming_llm*0.5", "rerope*0.25")
+    }
+    kept = {written: (scheme.window, scheme.sinks) for written, scheme in schemes.items()}
+    assert kept == {
+        "lm_infinite": (L0, 10),
+        "streaming_llm": (L0 - 4, 4),
+        "streaming_llm*0.5": (L0 / 2 - 4, 4),
+        "rerope*0.25": (L0 / 4, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "at_four_times", "below"),
+    [
+        ("logn", math.log(4 * L0) / math.log(L0), 1.0),
+        ("ssmax", math.log(4 * L0) / math.log(L0), math.log(L0 / 4) / math.log(L0)),
+        (
+            "infoscale",
+            math.sqrt((1 - (4 * L0) ** (-1 / 8)) / (1 - L0 ** (-1 / 8))),
+            math.sqrt((1 - (L0 / 4) ** (-1 / 8)) / (1 - L0 ** (-1 / 8))),
+        ),
+    ],
+)
+def test_temperatures_are_one_at_the_trained_length(name, at_four_times, below):
+    n = torch.tensor([L0 // 4, L0, 4 * L0])
+    zero = torch.tensor(0)
+    got = SCORES[name](TRAINED)(torch.ones(3, dtype=torch.float64), zero, zero, n - 1, zero)
+    assert got.tolist() == pytest.approx([below, 1.0, at_four_times])
 
 
 def rotated_scores(q, k, distance):
@@ -462,6 +501,7 @@ def test_explained_shares_are_those_of_the_models_attention(folder, tmp_path, ca
         (["--mods", "alibi"], "mods: expected some of"),
         (["--span", "60000"], "text count: the text has"),
         (["--model", "/nowhere"], "model: /nowhere is neither a folder nor a .gguf file"),
+        (["--device", "tpu"], "device: expected cpu or cuda, got 'tpu'"),
         (["--explain"], "explain: recent does not read the whole context"),
         (["--explain", "--mods", "rerope"], "explain: rerope rotates near and far keys"),
     ],
