@@ -92,7 +92,7 @@ def register(
     transformers = _transformers()
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
-    if name not in _registered and name in transformers.AttentionInterface():
+    if name not in _registered and name in ("eager", *transformers.AttentionInterface()):
         raise ValueError(f"name must not be one of transformers' own, got {name!r}")
     if impl not in ("flex", "dense"):
         raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')

@@ -285,8 +285,11 @@ def test_what_is_not_supported_says_so():
     tokens = sample(1, 5)
     with pytest.raises(TypeError, match="name must be a string"):
         register(3, None)
-    with pytest.raises(ValueError, match="must not be one of transformers' own, got 'sdpa'"):
-        register("sdpa", None)
+    for name in ("sdpa", "eager"):
+        with pytest.raises(
+            ValueError, match=f"must not be one of transformers' own, got '{name}'"
+        ):
+            register(name, None)
     with pytest.raises(ValueError, match="impl must be"):
         register("other", None, impl="fast")
     with pytest.raises(TypeError, match="got a mask_mod"):

