@@ -15,8 +15,9 @@ pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
 
-from analysis.calibration import calibrate, extend  # noqa: E402
-from benchmarks.extension import command, scores  # noqa: E402
+from analysis.calibration import Calibration, calibrate, extend  # noqa: E402
+from analysis.huggingface import LayerQK  # noqa: E402
+from benchmarks.extension import command, explain, scores  # noqa: E402
 from benchmarks.extension.rows import Calibrations, Rows  # noqa: E402
 from benchmarks.extension.settings import (  # noqa: E402
     ATTENTION,
@@ -296,7 +297,9 @@ def test_found_texts_are_what_they_say(tmp_path, monkeypatch):
     words = "as long as the copyright holder wishes it to be so "
     doc = tmp_path / "doc"
     doc.mkdir()
-    (doc / "copyright").write_text(f"{words * 5}\n\nShort.\n\n{'1234 ' * 60}\n\n{words * 6}")
+    (doc / "copyright").write_text(
+        f"{words * 5}\n\nShort and sweet\n\n{'1234 ' * 60}\n\n{words * 6}"
+    )
     (doc / "LICENSE.txt").write_text(f"{words.upper() * 5}\n\nElsewhere {words * 5}")
     (doc / "guide.md").write_text("# Guide\n\nHow to.\n\n    how, to\n\nThe end.")
     (doc / "image.py").write_text("pass")
@@ -456,6 +459,8 @@ def test_a_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch, capsy
     cell = f"{mean(rope['loss']):.3f} / {mean(rope['last']):.3f}"
     assert f"| `rope` | {mean(found['rope', 'count', 300]['loss']):.3f}" in printed
     assert cell in printed
+    assert recent["by_position"][0] is None
+    assert len({mean(row["last"]) for row in (rope, recent, rerope)}) == 3
     rise = mean(rerope["last"]) - mean(recent["last"])
     assert f"{rise:+.3f} ±" in printed
     assert rope["machine"]["torch"] == torch.__version__
@@ -464,31 +469,66 @@ def test_a_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch, capsy
 
 @torch.no_grad()
 def test_explained_shares_are_those_of_the_models_attention(folder, tmp_path, capsys):
-    mods = ["--mods", "rope,scale_invariant:tau=50", "--explain"]
+    mods = ["--mods", "rope,scale_invariant:rotary=rope,tau=50", "--explain"]
     command.main(arguments(folder, tmp_path, *mods))
-    printed = capsys.readouterr().out
-    assert printed.count("| `rope` |") == 2
-    (path,) = (tmp_path / "explained").glob("rope-count-600*")
-    row = json.loads(path.read_text())
-    assert row["edges"] == [0, 1, 10, 100, L0, 600]
-    shares = torch.cat([torch.tensor(row["first"])[..., None], torch.tensor(row["share"])], -1)
-    assert (shares.sum(-1) - 1).abs().max() < 1e-5
-
-    text = read(tokenizer(), str(folder / "count.txt"), 1, 600)
-    model = llama()
-    model.set_attn_implementation("eager")
-    weights = model(text.starts, output_attentions=True).attentions
-    at = torch.linspace(300, 599, 64).long().unique()
-    for layer, weight in enumerate(weights):
-        weight = weight[0, :, at].double()
-        assert (weight[..., 0].mean(1) - shares[layer, :, 0]).abs().max() < 1e-4
-        t = at[:, None] - torch.arange(600)
-        for place, (low, high) in enumerate([(0, 1), (1, 10), (10, 100), (100, L0), (L0, 600)]):
-            inside = (low <= t) & (t < high) & (torch.arange(600) > 0)
-            expected = (weight * inside).sum(-1).mean(1)
-            assert (expected - shares[layer, :, 1 + place]).abs().max() < 1e-4
+    assert capsys.readouterr().out.count("| `rope` |") == 2
     for name in ("mass.png", "slopes.png"):
         assert (tmp_path / name).stat().st_size > 1000
+
+    (calibrated,) = (tmp_path / "calibrations").iterdir()
+    found = Calibration.load(calibrated)
+    tokens = read(tokenizer(), str(folder / "count.txt"), 1, 600).starts
+    t = torch.arange(600)[:, None] - torch.arange(600)
+    growth = 2 * (t.abs() / 50 + 1).log()
+    at = torch.linspace(300, 599, 64).long().unique()
+    ranges = [(0, 1), (1, 10), (10, 100), (100, L0), (L0, 600)]
+    for label in ("rope", "scale_invariant"):
+        expected = []
+
+        def attend(module, q, k, v, mask, label=label, expected=expected, **kwargs):
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            score = changed = q @ k.mT / 4
+            if label != "rope":
+                mu, sigma = (
+                    torch.tensor(x[module.layer_idx])[:, None, None]
+                    for x in (found.mu, found.sigma)
+                )
+                changed = (1 + growth / sigma**2).sqrt() * (score - mu) + mu - growth
+                changed[..., 0] = score[..., 0]
+            weight = changed.masked_fill(t < 0, -torch.inf).softmax(-1)
+            later = (torch.arange(600) > 0) * weight[0]
+            shares = [((low <= t) & (t < high)) * later for low, high in ranges]
+            shares = [weight[0, :, at, 0], *(x[:, at].sum(-1) for x in shares)]
+            expected.append(torch.stack(shares, -1).mean(1))
+            return (weight @ v).transpose(1, 2), None
+
+        transformers.AttentionInterface.register("shown", attend)
+        model = llama()
+        model.set_attn_implementation("shown")
+        model(tokens)
+        (path,) = (tmp_path / "explained").glob(f"{label}*-count-600*")
+        row = json.loads(path.read_text())
+        assert row["edges"] == [0, 1, 10, 100, L0, 600]
+        got = torch.cat([torch.tensor(row["first"])[..., None], torch.tensor(row["share"])], -1)
+        assert (got - torch.stack(expected)).abs().max() < 2e-5
+
+
+def test_a_strong_first_key_is_no_part_of_the_farthest_decade():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 1, 400, 16)
+    q[..., 0] += 3
+    k[:, :, 0, 0] += 9  # which every query likes
+    at, kv_idx = torch.linspace(200, 399, 64).long(), torch.arange(400)
+    mod = sm.exempt_keys(sm.scale_invariant(), 1)
+    layer = LayerQK(0, q, k, 0.25, None, sm.causal)
+    found = explain._of_layer(layer, mod, at, [0, 1, 10, 100, 400])
+    score = mod(q @ k.mT / 4, 0, torch.arange(2)[:, None, None], at[:, None], kv_idx)
+    weight = score.masked_fill(kv_idx > at[:, None], -torch.inf).softmax(-1)[0]
+    assert found["first"] == pytest.approx(weight[..., 0].mean(-1).tolist(), abs=1e-5)
+    assert min(found["first"]) > 0.3
+    near = ((at[:, None] - kv_idx < 100) * weight).sum(-1).mean(-1)
+    far = (1 - near).sub(weight[..., 0].mean(-1))
+    assert [share[-1] for share in found["share"]] == pytest.approx(far.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
