@@ -207,9 +207,14 @@ def to_device(mod: F, device: torch.device | str) -> F:
 
     Returns:
         `mod` itself if nothing had to move, else a copy of the function.
+
+    Raises:
+        TypeError: if `mod` is no plain function.
     """
     if torch.compiler.is_compiling():
         return mod
+    if not isinstance(mod, types.FunctionType):
+        raise TypeError(f"mod must be a plain function, got {type(mod).__name__}")
     # "cuda" names the current GPU, whose tensors say "cuda:0".
     device = torch.empty(0, device=device).device
     cells = mod.__closure__ or ()

@@ -36,11 +36,22 @@ def sizes(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def floating(name: str, value: Tensor, *axes: str) -> Tensor:
-    """`value`, if it is a floating tensor with these axes, none of them empty."""
+    """`value`, if it is a floating tensor with these axes (any, if none is named), not empty."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = getattr(value, "dtype", type(value).__name__)
         raise TypeError(f"{name} must be a floating tensor, got {got}")
-    if value.ndim != len(axes) or value.numel() == 0:
-        shape = ", ".join(axes) + ("," if len(axes) == 1 else "")
+    if (axes and value.ndim != len(axes)) or value.numel() == 0:
+        shape = ", ".join(axes or ["..."]) + ("," if len(axes) == 1 else "")
         raise ValueError(f"{name} must have shape ({shape}), got {tuple(value.shape)}")
     return value
+
+
+def positions_of_shape(positions: Tensor, *shapes: tuple[int, ...]) -> Tensor:
+    """`positions`, if they are an integer tensor of one of these shapes."""
+    if not isinstance(positions, Tensor) or positions.is_floating_point():
+        got = getattr(positions, "dtype", type(positions).__name__)
+        raise TypeError(f"positions must be an integer tensor, got {got}")
+    if positions.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"positions must have shape {wanted}, got {tuple(positions.shape)}")
+    return positions

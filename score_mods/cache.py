@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod
-from score_mods._checks import integer
+from score_mods._checks import integer, positions_of_shape
 from score_mods.combine import with_positions
 from score_mods.masks import and_masks
 
@@ -104,6 +104,7 @@ class KVCache:
             T is `capacity`, or capacity + n for a block in a sliding cache.
 
         Raises:
+            TypeError: if `positions` is no integer tensor.
             ValueError: if shapes, dtypes or devices do not fit, gradients are asked for, or
                 (checked outside compiled functions) a row would be longer than `capacity`.
         """
@@ -111,12 +112,7 @@ class KVCache:
         B, _, n, _ = k.shape
         if positions is None:
             positions = self.next_positions(n)
-        if positions.shape not in ((n,), (B, n)) or positions.is_floating_point():
-            raise ValueError(
-                f"positions must be integers of shape ({n},) or ({B}, {n}), "
-                f"got {positions.dtype} of shape {tuple(positions.shape)}"
-            )
-        positions = positions.expand(B, n)
+        positions = positions_of_shape(positions, (n,), (B, n)).expand(B, n)
         stored, last = positions >= 0, positions.amax(1, keepdim=True)
         if not torch.compiler.is_compiling() and not self.sliding and last.max() >= self.capacity:
             raise ValueError(

@@ -286,9 +286,9 @@ def create_block_mask(
     """
     if not is_mask_mod(mask_mod, "mask_mod"):
         raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
-    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    if len(block_size) != 2:
-        raise ValueError(f"BLOCK_SIZE must be an int or (queries, keys), got {BLOCK_SIZE}")
+    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    if not isinstance(block_size, tuple) or len(block_size) != 2:
+        raise TypeError(f"BLOCK_SIZE must be an int or (queries, keys), got {BLOCK_SIZE!r}")
     B, H = (1 if n is None else n for n in (B, H))
     if not torch.compiler.is_compiling():
         sizes = {"B": B, "H": H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from score_mods._checks import floating
+
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
@@ -26,6 +28,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         `(out, lse)` over both, in the dtypes of `out_a` and `lse_a`.
 
     Raises:
+        TypeError: if an argument is no floating tensor.
         ValueError: if shapes do not fit, or an lse is in half precision.
     """
     check_partial("a", out_a, lse_a)
@@ -44,8 +47,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def check_partial(name: str, out: Tensor, lse: Tensor) -> None:
-    """Raise a ValueError if `out` and `lse` are no output of attention and its log-sum-exp."""
+    """Raise TypeError or ValueError if these are no output of attention and its log-sum-exp."""
     suffix = name and f"_{name}"
+    floating(f"out{suffix}", out), floating(f"lse{suffix}", lse)
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         raise ValueError(
             f"out{suffix} and lse{suffix} must have shapes (B, H, T, D_v) and (B, H, T), "

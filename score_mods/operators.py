@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
-from score_mods._checks import floating, integer, number
+from score_mods._checks import floating, integer, number, positions_of_shape
 from score_mods.attention import attention
 from score_mods.combine import compose
+from score_mods.dense import check
 from score_mods.forgetting_gate import forgetting_gate
 from score_mods.masks import causal
 
@@ -184,12 +185,9 @@ def log_linear(
     """
     floating("level_scales", level_scales, "B", "H", "T", "L")
     batches, _, T, levels = level_scales.shape
-    if positions is not None and (positions.is_floating_point() or positions.shape != (T,)):
-        raise ValueError(
-            f"positions must be integers of shape ({T},), "
-            f"got {positions.dtype} of shape {(*positions.shape,)}"
-        )
-    at = torch.arange(T, device=level_scales.device) if positions is None else positions
+    if positions is None:
+        positions = torch.arange(T, device=level_scales.device)
+    at = positions_of_shape(positions, (T,))
     if not torch.compiler.is_compiling() and at.max() >= 2 ** (levels - 1):
         raise ValueError(
             "level_scales must have L with positions below 2^(L-1), "
@@ -245,6 +243,7 @@ def norm_attention(
     public code, where f is one of several options and a layer norm may take the RMSNorm's place.
     """
     number("eps", eps, positive=True)
+    check(q, k, v, None, mask_mod, None, enable_gqa)
     out = weighted_sum(
         1 + torch.nn.functional.elu(q),
         1 + torch.nn.functional.elu(k),
@@ -273,13 +272,14 @@ def focused_features(x: Tensor, deg: float = 3.0) -> Tensor:
         The features, non-negative, in the shape and dtype of x.
 
     Raises:
-        TypeError: if `deg` is no number.
-        ValueError: if it is not positive.
+        TypeError: if `x` is no floating tensor or `deg` no number.
+        ValueError: if `x` is empty or `deg` not positive.
 
     Reference: Han et al., "FLatten Transformer", arXiv 2308.00442, equation 5, and its public
     code, which takes the lengths over the channels of all heads together.
     """
     number("deg", deg, positive=True)
+    floating("x", x)
     y = torch.relu(x.to(torch.promote_types(x.dtype, torch.float32))) + 1e-6
     # The largest channel cancels; without it the powers of small vectors underflow.
     powers = (y / y.amax(-1, keepdim=True)) ** deg
@@ -320,6 +320,7 @@ def focused_attention(
 
     Reference: as `focused_features`.
     """
+    check(q, k, v, None, mask_mod, None, enable_gqa)
     return attention(
         focused_features(q, deg),
         focused_features(k, deg),
@@ -366,6 +367,7 @@ def inline_attention(
     Reference: Han et al., "Bridging the Divide: Reconsidering Softmax and Linear Attention",
     arXiv 2412.06590, and github.com/LeapLabTHU/InLine, checked.
     """
+    check(q, k, v, None, None, scale, enable_gqa)
     # s_ij - mean_j s_ij is the score of keys without their mean.
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     centred = k - k.mean(2, keepdim=True)

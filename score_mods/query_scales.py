@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, to_device
-from score_mods._checks import floating, number
+from score_mods._checks import floating, number, positions_of_shape
 from score_mods.catalogue import stages
 
 
@@ -26,7 +26,8 @@ def scale_queries(q: Tensor, temperature: Mod, positions: Tensor | None = None) 
         The scaled queries, in the shape and dtype of q.
 
     Raises:
-        TypeError: if `temperature` is no score_mod of this library.
+        TypeError: if `temperature` is no score_mod of this library, `q` no floating tensor or
+            `positions` no integer one.
         ValueError: if it does anything but multiply rows, is for another number of heads, or
             shapes do not fit.
 
@@ -88,7 +89,8 @@ def asentmax_queries(
         The scaled queries, in the shape and dtype of q.
 
     Raises:
-        TypeError: if `beta` or `gamma` is no floating tensor, or a number has the wrong type.
+        TypeError: if `q`, `beta` or `gamma` is no floating tensor, `positions` no integer one, or
+            a number has the wrong type.
         ValueError: if shapes do not fit, or `gamma_range` is not positive.
 
     Reference: as `asentmax_scale`.
@@ -113,13 +115,7 @@ def asentmax_queries(
 
 def _query_positions(q: Tensor, positions: Tensor | None) -> Tensor:
     """The positions of queries as `(1, 1, T)` or `(B, 1, T)`, once both are checked."""
-    if q.ndim != 4:
-        raise ValueError(f"q must have shape (B, H, T, D), got {tuple(q.shape)}")
-    B, _, T, _ = q.shape
+    B, _, T, _ = floating("q", q, "B", "H", "T", "D").shape
     if positions is None:
         positions = torch.arange(T, device=q.device)
-    if positions.shape not in ((T,), (B, T)):
-        raise ValueError(
-            f"positions must have shape ({T},) or ({B}, {T}), got {tuple(positions.shape)}"
-        )
-    return positions.view(-1, 1, T)
+    return positions_of_shape(positions, (T,), (B, T)).view(-1, 1, T)

@@ -259,11 +259,13 @@ def longrope(
 
 
 def _divisors(name: str, factors: Sequence[float] | Tensor, rotary: Rotary) -> Tensor:
-    divisors = torch.as_tensor(factors, dtype=torch.float64)
+    expected = f"{name} must be {len(rotary.frequencies)} positive numbers"
+    try:
+        divisors = torch.as_tensor(factors, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{expected}, got {factors!r}") from error
     if divisors.shape != rotary.frequencies.shape or not (divisors > 0).all():
-        raise ValueError(
-            f"{name} must be {len(rotary.frequencies)} positive numbers, got {divisors.tolist()}"
-        )
+        raise ValueError(f"{expected}, got {divisors.tolist()}")
     return divisors
 
 

@@ -340,6 +340,12 @@ def test_blocks_are_cached_and_the_mask_is_not():
         (lambda: sm.create_block_mask(sm.alibi(2), 1, 1, 8, 8), TypeError, "mask_mod"),
         (lambda: sm.create_block_mask(lambda q, k: q, 1, 1, 8, 8), TypeError, "mask_mod"),
         (
+            lambda: sm.create_block_mask(sm.causal, 1, 1, 8, 8, BLOCK_SIZE=8.0),
+            TypeError,
+            "BLOCK_SIZE must be an int or",
+        ),
+        (lambda: sm.to_device(torch.ones(2), "cpu"), TypeError, "mod must be a plain function"),
+        (
             lambda: sm.create_block_mask(sm.causal, 1, 1, 0, 8),
             ValueError,
             "Q_LEN must be at least 1",

@@ -277,9 +277,23 @@ def test_inline_attention():
         (lambda: sm.log_linear(torch.ones(1, 2, 9, 4)), ValueError, r"L = 4 for a position of 8"),
         (
             lambda: sm.log_linear(torch.ones(1, 2, 9, 5), positions=torch.ones(9)),
-            ValueError,
-            r"positions must be integers of shape \(9,\)",
+            TypeError,
+            "positions must be an integer tensor, got torch.float32",
         ),
+        (
+            lambda: sm.log_linear(torch.ones(1, 2, 9, 5), positions=torch.arange(8)),
+            ValueError,
+            r"positions must have shape \(9,\), got \(8,\)",
+        ),
+        (
+            lambda: sm.norm_attention(None, *qkv(3)[1:]),
+            TypeError,
+            "q must be a tensor, got NoneTy",
+        ),
+        (lambda: sm.focused_attention(*qkv(3)[:2], 1), TypeError, "v must be a tensor, got int"),
+        (lambda: sm.inline_attention(*qkv(3), scale="1"), TypeError, "scale must be a number"),
+        (lambda: sm.focused_features([1.0]), TypeError, "x must be a floating tensor, got list"),
+        (lambda: sm.focused_features(torch.ones(2, 0)), ValueError, "x must have shape"),
         (lambda: sm.log_linear(torch.ones(9, 5)), ValueError, "level_scales must have shape"),
         (lambda: sm.log_linear([1.0]), TypeError, "level_scales must be a floating tensor"),
         (

@@ -249,6 +249,7 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.llama3_rope(8, low_turns=4.0), ValueError, "low_turns must be below"),
         (lambda: sm.longrope(8, [1.0] * 3, 2.0, 64), ValueError, "factors must be 4 positive"),
         (lambda: sm.longrope(8, [1.0, 1, 1, 0], 2.0, 64), ValueError, "factors"),
+        (lambda: sm.longrope(8, None, 2.0, 64), TypeError, "factors must be 4 positive numbers"),
         (lambda: sm.longrope(8, [1.0] * 4, 2.0, 1), ValueError, "train_length"),
         (
             lambda: sm.longrope(8, [1.0] * 4, 2.0, 64, short_factors=[1.0] * 4),

@@ -118,6 +118,8 @@ def test_infoscale_is_1_at_the_trained_length_and_bounded():
             ValueError,
             r"gamma must have shape \(2, 4, 30\), got \(2, 1, 30\)",
         ),
+        (lambda q: sm.scale_queries([q], sm.logn()), TypeError, "q must be a floating tensor"),
+        (lambda q: sm.scale_queries(q, sm.logn(), 3), TypeError, "positions must be an integer"),
         (lambda q: sm.asentmax_queries(q, 0.5, q[..., 0]), TypeError, "beta must be a floating"),
         (
             lambda q: sm.asentmax_queries(q, q[..., 0], q[..., 0], gamma_range=0),

@@ -373,6 +373,8 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
             ValueError,
             "lse must be float32 or float64",
         ),
+        (lambda: sm.merge(OUT, LSE, None, LSE), TypeError, "out_b must be a floating tensor"),
+        (lambda: sm.attention_sink(0.0)(OUT, 1.0), TypeError, "lse must be a floating tensor"),
         (lambda: sm.merge(OUT, LSE, OUT, LSE[..., :1]), ValueError, "out_b and lse_b"),
         (lambda: sm.merge(OUT, LSE, OUT[..., :1], LSE), ValueError, "out_b must have out_a's"),
         (lambda: sm.merge(OUT, LSE.half(), OUT, LSE), ValueError, "lse_a must be float32"),
