@@ -54,16 +54,23 @@ def replace_attention(
         impl: "auto", "triton" or "reference", as in `power_attention`.
 
     Raises:
-        TypeError: If `deg` is not an int.
-        ValueError: If `layers` names none of the model's, or a layer does what power attention
-            would leave out: a sliding window, a softcap, sinks, dropout, attention both ways, or
-            changes of queries and keys besides norms and the rotary embedding.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the model holds no weights, `layers` names none of its own, or a layer does
+            what power attention would leave out: a sliding window, a softcap, sinks, dropout,
+            attention both ways, or changes of queries and keys besides norms and the rotary
+            embedding.
         ImportError: If transformers is missing.
 
     Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv
     2507.04239).
     """
     transformers = _transformers()
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+    if model.device.type == "meta":
+        raise ValueError("model must hold its weights, got one on the meta device")
+    if layers is not None and not isinstance(layers, (list, tuple, range)):
+        raise TypeError(f"layers must be a list of ints or None, got {layers!r}")
     transformers.AttentionInterface.register(_NAME, _not_replaced)
     transformers.AttentionInterface.register(_PROBE, _probe)
     transformers.AttentionMaskInterface.register(_NAME, _sequences_of)
@@ -80,7 +87,7 @@ def replace_attention(
             f"model must have attention layers with {', '.join(_PROJECTIONS)}, "
             f"got {type(model).__name__}, which has none to replace"
         )
-    chosen = sorted(found) if layers is None else list(layers)
+    chosen = list(found) if layers is None else list(dict.fromkeys(layers))
     if not chosen or not found.keys() >= set(chosen):
         raise ValueError(f"layers must be among {sorted(found)}, got {chosen}")
     seen = _observe(model, [found[layer][1] for layer in chosen])
@@ -223,7 +230,7 @@ def _packed(
     real = sequences > 0
     rows = torch.arange(len(real), device=q.device)[:, None] * (sequences.max() + 1)
     counts = torch.unique_consecutive((rows + sequences)[real], return_counts=True)[1]
-    cu_seqlens = nn.functional.pad(counts.cumsum(0), (1, 0))
+    cu_seqlens = nn.functional.pad(counts, (1, 1)).cumsum(0)  # the last one is empty
     gates = None if log_g is None else log_g.mT[real].mT[None]
     q_flat, k_flat, v_flat = (x.transpose(1, 2)[real].transpose(0, 1)[None] for x in (q, k, v))
     flat = power_attention(q_flat, k_flat, v_flat, gates, cu_seqlens=cu_seqlens, **options)
@@ -252,6 +259,12 @@ def _sequences_of(
 
     if attention_mask is None and mask_function is causal_mask_function:
         return None
+    seen = q_length + q_offset if isinstance(q_offset, int) else q_length
+    if attention_mask is not None and attention_mask.shape[1] < seen:
+        raise ValueError(
+            f"attention_mask must have shape (B, {seen}), for all tokens so far, "
+            f"got {tuple(attention_mask.shape)}"
+        )
     at = torch.arange(q_length, device=device) + q_offset
     row = torch.arange(batch_size, device=device)[:, None]
     joined = mask_function(row, 0, at, (at - 1).clamp(min=0)).expand(batch_size, -1)

@@ -40,9 +40,11 @@ def floating(name: str, value: Tensor, *axes: str) -> Tensor:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = getattr(value, "dtype", type(value).__name__)
         raise TypeError(f"{name} must be a floating tensor, got {got}")
-    if (axes and value.ndim != len(axes)) or value.numel() == 0:
-        shape = ", ".join(axes or ["..."]) + ("," if len(axes) == 1 else "")
+    if axes and value.ndim != len(axes):
+        shape = ", ".join(axes) + ("," if len(axes) == 1 else "")
         raise ValueError(f"{name} must have shape ({shape}), got {tuple(value.shape)}")
+    if 0 in value.shape:
+        raise ValueError(f"{name} must have no empty axis, got {tuple(value.shape)}")
     return value
 
 

@@ -104,7 +104,7 @@ class KVCache:
             T is `capacity`, or capacity + n for a block in a sliding cache.
 
         Raises:
-            TypeError: if `positions` is no integer tensor.
+            TypeError: if `k` or `v` is no tensor, or `positions` no integer tensor.
             ValueError: if shapes, dtypes or devices do not fit, gradients are asked for, or
                 (checked outside compiled functions) a row would be longer than `capacity`.
         """
@@ -158,6 +158,8 @@ class KVCache:
     def _check(self, k: Tensor, v: Tensor) -> None:
         for name, new, held in (("k", k, self.keys), ("v", v, self.values)):
             B, H, _, D = held.shape
+            if not isinstance(new, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(new).__name__}")
             if new.ndim != 4 or (*new.shape[:2], new.shape[3]) != (B, H, D) or not new.shape[2]:
                 raise ValueError(
                     f"{name} must have shape ({B}, {H}, n, {D}) to fit the cache, "

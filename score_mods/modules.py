@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._device import DeviceContext
 
 from score_mods._captured import Mod, is_mask_mod, to_device, within
-from score_mods._checks import integer, number
+from score_mods._checks import floating, integer, number, positions_of_shape
 from score_mods.attention import attention
 from score_mods.cache import KVCache
 from score_mods.combine import with_positions
@@ -188,9 +188,11 @@ class FlexSelfAttention(nn.Module):
             `(B, T, dim)`.
 
         Raises:
+            TypeError: if an argument has the wrong type.
             ValueError: if shapes do not fit, or `impl="flex"` cannot do what is asked; the message
                 names the way that works.
         """
+        floating("x", x)
         if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
             raise ValueError(
                 f"x must have shape (B, T, {self.q_proj.in_features}), got {tuple(x.shape)}"
@@ -198,6 +200,10 @@ class FlexSelfAttention(nn.Module):
         if self.impl == "flex" and x.device.type == "cpu" and torch.compiler.is_compiling():
             raise ValueError('FlexAttention joins no compiled model on a CPU; use impl="dense"')
         B, T, _ = x.shape
+        if positions is not None:
+            positions_of_shape(positions, (T,), (B, T))
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a KVCache or None, got {type(cache).__name__}")
         q = self.q_proj(x).view(B, T, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
         v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)

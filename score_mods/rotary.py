@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from score_mods._checks import integer, number
+from score_mods._checks import floating, integer, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,12 @@ class Rotary:
 
         Returns:
             `(cos, sin)`, each `(..., R/2)`.
+
+        Raises:
+            TypeError: if `positions` is no tensor.
         """
+        if not isinstance(positions, Tensor):
+            raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
         wide = torch.float32 if positions.device.type == "mps" else torch.float64
         angles = positions.to(wide)[..., None] * self.frequencies.to(positions.device, wide)
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
@@ -101,10 +106,11 @@ class Rotary:
             The rotated tensor, in the shape and dtype of x.
 
         Raises:
-            TypeError: if x is no floating tensor.
+            TypeError: if an argument is no floating tensor.
             ValueError: if x has not four axes or too few channels.
         """
         self._check(x)
+        floating("cos", cos), floating("sin", sin)
         if cos.ndim == 3:
             cos, sin = cos[:, None], sin[:, None]
         rotated = 2 * self.frequencies.shape[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import parameter
-from score_mods._checks import integer, number
+from score_mods._checks import floating, integer, number
 from score_mods.rotary import Rotary
 
 
@@ -54,16 +54,19 @@ def cosscale(c: float | Tensor = 128.0, eps: float = 1e-9) -> QueryKeyTransform:
     """
     factor, least = parameter("c", c), number("eps", eps, positive=True)
 
-    def unit(x: Tensor) -> Tensor:
+    def unit(name: str, x: Tensor) -> Tensor:
+        floating(name, x, "B", "H", "T", "D")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return wide / wide.norm(dim=-1, keepdim=True).clamp(min=least)
 
     def queries(q: Tensor) -> Tensor:
-        direction = unit(q)
+        direction = unit("q", q)
+        if factor.numel() not in (1, q.shape[1]):
+            raise ValueError(f"c is for {factor.numel()} heads, q has {q.shape[1]}")
         scale = factor.to(direction) if factor.ndim == 0 else factor.to(direction)[:, None, None]
         return (q.shape[-1] ** 0.5 * scale * direction).to(q.dtype)
 
-    return QueryKeyTransform(queries, lambda k: unit(k).to(k.dtype))
+    return QueryKeyTransform(queries, lambda k: unit("k", k).to(k.dtype))
 
 
 def coca(rotary: Rotary) -> QueryKeyTransform:
@@ -103,14 +106,14 @@ def coca(rotary: Rotary) -> QueryKeyTransform:
         return rotary(flat, positions)
 
     def queries(q: Tensor, positions: Tensor | None = None) -> Tensor:
-        if q.ndim != 4 or q.shape[-1] != 2 * pairs:
+        if floating("q", q).ndim != 4 or q.shape[-1] != 2 * pairs:
             raise ValueError(f"q must have shape (B, H, T, {2 * pairs}), got {tuple(q.shape)}")
         by_pair = (pairs, 2) if rotary.interleaved else (2, pairs)
         squares = q.unflatten(-1, by_pair).to(torch.promote_types(q.dtype, torch.float32)).square()
         return rotated(squares.sum(-1 if rotary.interleaved else -2), positions).to(q.dtype)
 
     def keys(t: Tensor, positions: Tensor | None = None) -> Tensor:
-        if t.ndim != 4 or t.shape[-1] != pairs:
+        if floating("t", t).ndim != 4 or t.shape[-1] != pairs:
             raise ValueError(f"t must have shape (B, H, T, {pairs}), got {tuple(t.shape)}")
         return rotated(t.relu(), positions)
 

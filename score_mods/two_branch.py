@@ -26,10 +26,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, described, made_for
+from score_mods._captured import Mod, described, is_mask_mod, made_for
 from score_mods._checks import integer, number
 from score_mods.attention import attention
 from score_mods.combine import with_offset, with_positions
+from score_mods.dense import check
 from score_mods.masks import and_masks, bounds_of, causal, sliding_window
 from score_mods.masks_sparse import first_keys
 from score_mods.merge import merge
@@ -114,6 +115,9 @@ class TwoBranch:
                 "compiled FlexAttention gives no lse on a CPU, which merging needs; "
                 'use form="single" or impl="dense"'
             )
+        check(q, k, v, score_mod, None, scale, enable_gqa)
+        if mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
+            raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
         T_q, T = q.shape[2], k.shape[2]
         if q_positions is None and T_q != T:
             raise ValueError(

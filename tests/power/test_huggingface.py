@@ -239,6 +239,19 @@ def test_padding_between_two_turns():
         assert (got[b, kept[9:]] - alone).abs().max() < 1e-8
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_row_of_padding_alone(use_cache):
+    """Is nothing to attend to, beside others and by itself."""
+    model, tokens = powered(llama()), sample(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[0] = 0
+    got = logits(model, tokens, attention_mask=mask, use_cache=use_cache)
+    assert (got[1] - logits(model, tokens)[1]).abs().max() < 1e-8
+    for rows in (mask, torch.zeros_like(mask)):
+        got = logits(model, tokens, attention_mask=rows, use_cache=use_cache)
+        assert got.isfinite().all()
+
+
 def test_packed_documents_equal_single_sequences():
     model, tokens = with_random_gates(powered(llama())), sample(2, 30)
     positions = torch.stack(
@@ -395,12 +408,20 @@ def test_what_is_not_supported_says_so():
         replace_attention(llama(), layers=[2])
     with pytest.raises(ValueError, match=r"layers must be among \[0, 1\], got \[\]"):
         replace_attention(llama(), layers=[])
+    with pytest.raises(TypeError, match="layers must be a list of ints or None, got 1"):
+        replace_attention(llama(), layers=1)
+    with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
+        replace_attention(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model must hold its weights"):
+        replace_attention(llama().to("meta"))
     with pytest.raises(ValueError, match="deg must be positive and even"):
         replace_attention(llama(), deg=3)
     model, tokens = powered(llama()), sample(1, 5)
     window = (torch.ones(5, 5).tril() - torch.ones(5, 5).tril(-2)).bool()
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(B, T\), or be causal"):
         logits(model, tokens, attention_mask=window[None, None])
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(B, 5\), for all"):
+        logits(model, tokens, attention_mask=torch.ones(1, 4))
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens cannot be taken back out of the state"):

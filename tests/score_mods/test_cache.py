@@ -90,6 +90,10 @@ def test_bad_arguments_are_named():
         cache.update(k[:1], v)
     with pytest.raises(ValueError, match="v must have the cache's dtype"):
         cache.update(k, v.double())
+    with pytest.raises(TypeError, match="v must be a tensor, got list"):
+        cache.update(k, [v])
+    with pytest.raises(TypeError, match="positions must be an integer tensor, got torch"):
+        cache.update(k, v, torch.ones(3))
     with pytest.raises(ValueError, match=r"positions must have shape \(3,\) or \(2, 3\)"):
         cache.update(k, v, torch.arange(2))
     with pytest.raises(ValueError, match=r"use torch.no_grad\(\)"):

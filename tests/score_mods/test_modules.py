@@ -314,6 +314,16 @@ def test_bad_learnables_and_inputs_are_named():
         Learnable(sm.scale_invariant, tau=10.0)
     with pytest.raises(ValueError, match=r"x must have shape \(B, T, 64\)"):
         make()(torch.zeros(2, 3, 32))
+    for x, more, message in (
+        (None, {}, "x must be a floating tensor, got NoneType"),
+        (torch.zeros(2, 3, DIM), {"positions": 3}, "positions must be an integer tensor, got int"),
+        (torch.zeros(2, 3, DIM), {"positions": torch.rand(3)}, "got torch.float32"),
+        (torch.zeros(2, 3, DIM), {"cache": {}}, "cache must be a KVCache or None, got dict"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make()(x, **more)
+    with pytest.raises(ValueError, match="x must have no empty axis"):
+        make()(torch.zeros(0, 3, DIM))
     block_mask = sm.create_block_mask(sm.causal, None, None, 3, 3)
     with torch.no_grad(), pytest.raises(ValueError, match="got a BlockMask"):
         make()(torch.zeros(2, 3, DIM), cache=KVCache(2, H_KV, 9, D), mask_mod=block_mask)

@@ -267,6 +267,12 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.rope(16)(torch.zeros(1, 2, 3, 8)), ValueError, "D >= 16"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8).int()), TypeError, "x must be a floating"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8), [0, 1, 2]), TypeError, "positions must be a"),
+        (lambda: sm.rope(8).cos_sin([0, 1]), TypeError, "positions must be a tensor, got list"),
+        (
+            lambda: sm.rope(8).turn(torch.zeros(1, 2, 3, 8), 1.0, 0.0),
+            TypeError,
+            "cos must be a floating tensor, got float",
+        ),
         (
             lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8), torch.arange(4)),
             ValueError,

@@ -124,6 +124,14 @@ def test_skipped_positions_go_through_rotary_and_score_mods():
     [
         (lambda: sm.cosscale("c"), TypeError, "c must be a number"),
         (lambda: sm.cosscale(1.0, 0.0), ValueError, "eps"),
+        (lambda: sm.cosscale().keys(None), TypeError, "k must be a floating tensor"),
+        (
+            lambda: sm.cosscale(torch.ones(3)).queries(torch.ones(1, 2, 3, 4)),
+            ValueError,
+            "c is for 3 heads, q has 2",
+        ),
+        (lambda: sm.coca(sm.rope(8)).queries([]), TypeError, "q must be a floating tensor"),
+        (lambda: sm.coca(sm.rope(8)).keys(1), TypeError, "t must be a floating tensor, got int"),
         (lambda: sm.coca(8), TypeError, "rotary must be a Rotary, got int"),
         (lambda: sm.coca(sm.rope(8)).queries(torch.zeros(1, 1, 2, 4)), ValueError, "q must have"),
         (lambda: sm.coca(sm.rope(8)).keys(torch.zeros(1, 1, 2, 8)), ValueError, "t must have"),

@@ -348,6 +348,16 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
         (lambda: sm.streaming_llm(ROTARY, W, 0), ValueError, "sinks must be at least 1"),
         (lambda: sm.streaming_llm(ROTARY, "6"), TypeError, "window must be an int"),
         (lambda: sm.rerope(ROTARY, W)(*qkv(3), form="both"), ValueError, "form must be"),
+        (
+            lambda: sm.rerope(ROTARY, W)(None, *qkv(3)[1:], impl="dense"),
+            TypeError,
+            "q must be a tensor, got NoneType",
+        ),
+        (
+            lambda: sm.rerope(ROTARY, W)(*qkv(3), mask_mod=sm.logn(), impl="dense"),
+            TypeError,
+            "mask_mod must be a mask_mod .* got a score_mod",
+        ),
         (lambda: sm.rerope(ROTARY, W)(*qkv(3)), ValueError, 'form="single" or impl="dense"'),
         (
             lambda: sm.rerope(ROTARY, W)(*qkv(9, 2), impl="dense"),
