@@ -43,8 +43,8 @@ def table(grid: Grid) -> str:
     parts = [_goal(grid)]
     for kind in grid.kinds:
         parts += [
-            f"### {kind}\n\nNats a token over the whole context / over its last {grid.last:,} "
-            "tokens.",
+            f"### {kind}\n\nNats a token over the whole context (`recent`: over what it reads) / "
+            f"over its last {grid.last:,} tokens.",
             _by_length(grid, kind, lambda row: f"{fmean(row['loss']):.3f} / {_last(row):.3f}"),
         ]
         if grid.needles:
