@@ -445,13 +445,8 @@ def test_decoding_in_a_static_cache_compiles_once():
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     for t in range(7, 14):
-        mask = create_masks_for_generate(
-            config=model.config,
-            inputs_embeds=torch.empty(2, 1, 0),
-            attention_mask=None,
-            cache=cache,
-            position_ids=None,
-        )
+        # The fourth argument was called past_key_values before transformers 5.24.
+        mask = create_masks_for_generate(model.config, torch.empty(2, 1, 0), None, cache, None)
         at = torch.full((2, 1), t)
         out = compiled(tokens[:, [t]], attention_mask=mask, past_key_values=cache, position_ids=at)
         got.append(out.logits)
