@@ -356,6 +356,23 @@ def test_a_compiled_model_is_one_graph():
             compiled(tokens, attention_mask=(tokens > 9).long(), use_cache=False)
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_decoding_is_compiled_for_any_token():
+    """Once for the first, and once more when the number of tokens is seen to change."""
+    model, tokens = with_random_gates(powered(llama())), sample(2, 20)
+    full = logits(model, tokens)
+    cache = transformers.DynamicCache(config=model.config)
+    got = [model(tokens[:, :9], past_key_values=cache).logits]
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    for t in range(9, 20):
+        at = torch.full((2, 1), t)
+        got.append(compiled(tokens[:, [t]], past_key_values=cache, position_ids=at).logits)
+    assert (torch.cat(got, 1) - full).abs().max() < 1e-8
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def mistral():
     return made(transformers.MistralConfig(**SIZES, sliding_window=6))
 
