@@ -65,11 +65,11 @@ def power_attention(
     cu_seqlens: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, PowerState]:
-    r"""Causal attention whose weights are even powers of the scores, in time linear in `T`.
+    """Causal attention whose weights are even powers of the scores, in time linear in `T`.
 
-    .. math:: \mathrm{out}_i = \frac{\sum_{j \le i} w_{ij} v_j}{\sum_{j \le i} w_{ij}}, \qquad
-              w_{ij} = (\mathrm{scale} \cdot q_i \cdot k_j)^p \, e^{G_i - G_j}, \qquad
-              G_i = \sum_{m \le i} \mathrm{log\_g}_m
+        out_i = sum_{j <= i} w_ij v_j / sum_{j <= i} w_ij,
+        w_ij = (scale q_i·k_j)^p exp(G_i - G_j),
+        G_i = sum_{m <= i} log_g_m
 
     Differentiable in `q`, `k`, `v`, `log_g` and the initial state: once, and in backward
     mode (no second derivatives, `torch.func.jvp` or `vmap`). A query of zeros, whose

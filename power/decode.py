@@ -179,7 +179,7 @@ def power_attention_step(
 ) -> tuple[Tensor, DecodeState]:
     """Power attention of the next token, or the next few, equal to `power_attention` over all.
 
-    Not differentiable. For a whole prompt, :func:`power_attention_prefill` is quicker.
+    Not differentiable. For a whole prompt, `power_attention_prefill` is quicker.
 
     Args:
         q: Queries `[B, H, n, K]` of the next `n` tokens.
@@ -187,7 +187,7 @@ def power_attention_step(
         v: Values `[B, H_kv, n, V]`.
         log_g: Log-gates `[B, H_kv, n]`, finite and <= 0; None for no gates.
         state: What decoding remembers. It begins with `DecodeState.start` or
-            :func:`power_attention_prefill`.
+            `power_attention_prefill`.
         deg: The even power that the state was made with.
         scale: Factor on the scores; None for `1/sqrt(K)`.
         inplace: Whether the tensors of `state` are updated themselves, not copies of them.

@@ -180,7 +180,7 @@ class PowerAttention(nn.Module):
 
         Args:
             x: Inputs `[B, n, dim]`.
-            state: What :meth:`prefill` or the step before returned.
+            state: What `prefill` or the step before returned.
             inplace: Whether the tensors of `state` are updated themselves.
 
         Returns:

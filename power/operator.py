@@ -5,8 +5,8 @@ second is registered as the gradient of the first. `torch.compile`, `torch.expor
 checkpointing, autocast and DDP thus treat them like a matrix product. The reference goes through
 the same operators as the kernels, so what holds on a CPU holds on a GPU.
 
-:func:`power.power_attention` checks and completes the arguments; only the values of CPU tensors,
-which a compiler does not see, are checked here.
+`power_attention` checks and completes the arguments; only the values of CPU tensors, which a
+compiler does not see, are checked here.
 """
 
 from functools import partial

@@ -1,10 +1,8 @@
-r"""The gradient of the chunked form, written out in eager PyTorch.
+"""The gradient of the chunked form, written out in eager PyTorch.
 
 With `n_i` and `d_i` for numerator and denominator of `out_i`, and a bar for gradients,
 
-.. math:: \bar n_i = \overline{\mathrm{out}}_i / d_i, \quad
-          \bar d_i = -\bar n_i \cdot \mathrm{out}_i, \quad
-          \bar w_{ij} = \bar n_i \cdot v_j + \bar d_i .
+    n̄_i = out̄_i / d_i,    d̄_i = -n̄_i·out_i,    w̄_ij = n̄_i·v_j + d̄_i.
 
 `w_ij = (scale q_i k_j)^p exp(G_i - G_j)` leads on to `q` and `k`, and to `G` by the row
 sums minus the column sums of `w_ij` times its gradient. What the state adds to `n` and `d`
