@@ -73,8 +73,8 @@ def gemma3_layers(window: int = 1024) -> Schedule:
         TypeError: if `window` is no int.
         ValueError: if it is below 1.
 
-    Reference: Gemma Team, "Gemma 3", arXiv 2503.19786, section 2 (windows recalled);
-    `layer_types` of the transformers library.
+    Reference: Gemma Team, "Gemma 3", arXiv 2503.19786, section 2 (1024 as in summaries of it, 512
+    recalled); `layer_types` of the transformers library.
     """
     return local_global(sliding_window(window), 6)
 
