@@ -19,7 +19,7 @@ AnyMod = TypeVar("AnyMod", bound=Mod)
 def compose(*score_mods: Mod, check_order: bool = True) -> Mod:
     """Applies score_mods one after the other, from left to right.
 
-    s' = mods[-1](... mods[1](mods[0](s))). What is done to a score has its order:
+    `s' = mods[-1](... mods[1](mods[0](s)))`. What is done to a score has its order:
 
     1. scale: 1/sqrt(D), or `scale=1` for `t5_bias`;
     2. rotate: rotary schemes, on queries and keys;
