@@ -625,5 +625,7 @@ stages = {m.name: m.stage for m in catalogue if m.stage}
 def markdown_table() -> str:
     """The catalogue as a Markdown table, as the README shows it."""
     lines = ["| mechanism | exact as | formula | source |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{m.name}` | {m.kind} | {m.formula} | {m.source} |" for m in catalogue]
+    for m in catalogue:
+        formula = m.formula.replace("|", r"\|")  # which would end the cell
+        lines.append(f"| `{m.name}` | {m.kind} | {formula} | {m.source} |")
     return "\n".join(lines)
