@@ -1,4 +1,6 @@
-"""Figures of the two conditions and of a model's logits: every function takes `ax` and returns it.
+"""Figures of the two conditions and of a model's logits.
+
+Every function takes `ax` and returns it, but for `verdicts`, which writes a whole figure.
 
 Values are arrays or tensors; several mechanisms come as a mapping from name to values, and a
 mechanism's colour and marker follow from its place in that mapping, so pass the same order
@@ -29,6 +31,7 @@ from analysis.plots.mechanisms import (
     multiplier,
     tile,
     total_attention,
+    verdicts,
 )
 from analysis.plots.models import by_layer, heatmap, qq, slopes, spread
 
@@ -54,4 +57,5 @@ __all__ = [
     "spread",
     "tile",
     "total_attention",
+    "verdicts",
 ]

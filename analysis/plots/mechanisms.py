@@ -6,7 +6,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from analysis.plots._drawing import Values, centre, labels, lines, mark, points, signed_log
+from analysis.plots._drawing import (
+    Values,
+    centre,
+    labels,
+    lines,
+    mark,
+    panels,
+    points,
+    signed_log,
+)
+from analysis.verdict import Verdicts
 
 
 def multiplier(ax: Any, t: ArrayLike, a_t: Values) -> Any:
@@ -38,6 +48,27 @@ def total_attention(
     lines(ax, t, theory or {}, measured, first)
     signed_log(ax, "y", 20)
     return labels(ax, "distance $t$ (tokens)", "log total attention", xscale="log")
+
+
+def verdicts(path: Any, judged: Verdicts) -> None:
+    """Draw log total attention range by range, with its verdict, a panel for each mechanism.
+
+    Args:
+        path: File to write, as for `figure`.
+        judged: From `analysis.judge_all`; one panel for each mechanism and head.
+    """
+    with panels(
+        path,
+        len(judged.verdicts),
+        theory="log E[Z] by the law\nof the measured logits",
+        measured="mean of log Z over\nrows, measured",
+    ) as axes:
+        for place, (ax, v) in enumerate(zip(axes, judged.verdicts, strict=True)):
+            edges = np.asarray(v.edges, dtype=float)
+            middle = np.sqrt(edges[:-1] * (edges[1:] - 1))
+            measured, law = {v.mechanism: v.log_z}, {v.mechanism: v.law_log_z}
+            total_attention(ax, middle, measured, law, first=place)
+            ax.set_title(f"{v.mechanism}\n{v.total.verdict}")
 
 
 def entropy(

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from analysis import plots
+from analysis import judge_all, measure_gaussian, plots
+from score_mods import scale_invariant
 
 T = np.array([10, 100, 1000, 10000])
 TWO = {"none": np.array([1.0, 2.0, 3.0, 4.0]), "other": np.array([4.0, 4.0, 4.0, 4.0])}
@@ -168,6 +169,20 @@ def test_panels_have_at_most_the_legends_hole(tmp_path, count):
     assert len(axes) == count
     assert len(axes[0].figure.axes) - count <= (2 if count == 10 else 1)
     assert bool(axes[0].figure.legends) == (len(axes[0].figure.axes) == count)
+
+
+def test_verdicts_have_a_panel_each_with_what_was_measured_and_its_law(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: saved.append(figure))
+    mods = {"none": None, "scale_invariant": scale_invariant()}
+    judged = judge_all(measure_gaussian(mods, 2048, rows=32))
+    plots.verdicts(tmp_path / "verdicts.png", judged)
+    panels = [ax for ax in saved[0].axes if ax.get_title()]
+    assert [ax.get_title() for ax in panels] == ["none\nrises", "scale_invariant\nholds"]
+    for ax, verdict in zip(panels, judged.verdicts, strict=True):
+        measured, law = (y for _, y in drawn(ax))
+        np.testing.assert_allclose(measured, verdict.log_z)
+        np.testing.assert_allclose(law, verdict.law_log_z)
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
