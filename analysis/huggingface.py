@@ -68,20 +68,25 @@ def load(
         ImportError: transformers is not installed, or a package it needs for this model.
         ValueError: `model` or `gguf` names nothing that can be loaded.
     """
-    transformers = _transformers()
-    source, gguf = _locate(model, gguf)
-    options: dict[str, Any] = {"local_files_only": Path(source).is_dir()}
-    if gguf is not None:
-        options["gguf_file"] = gguf
-    name = model if gguf is None else f"{model} ({gguf})"
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except ImportError as error:
-        raise ImportError(f"model {name} cannot be loaded: {_first_line(error)}") from error
-    except Exception as error:  # transformers raises almost any type on a broken or foreign file
-        raise ValueError(f"model {name} cannot be loaded: {_first_line(error)}") from error
-    return loaded.eval(), tokenizer
+    loaded = _pretrained("AutoModelForCausalLM", model, gguf, dtype=dtype)
+    return loaded.eval(), load_tokenizer(model, gguf)
+
+
+def load_tokenizer(model: str, gguf: str | None = None) -> Any:
+    """Load the tokenizer of a causal language model alone.
+
+    Args:
+        model: As for `load`.
+        gguf: As for `load`.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ImportError: As `load`.
+        ValueError: As `load`.
+    """
+    return _pretrained("AutoTokenizer", model, gguf)
 
 
 def tokenise(tokenizer: Any, length: int, text: str | Iterable[str] | None = None) -> Tensor:
@@ -297,6 +302,22 @@ def _locate(model: str, gguf: str | None) -> tuple[str, str | None]:
     elif path.exists() or path.is_absolute() or model.startswith(".") or model.count("/") > 1:
         raise ValueError(f"model: {model} is neither a folder nor a .gguf file")
     return model, gguf
+
+
+def _pretrained(kind: str, model: str, gguf: str | None, **options: Any) -> Any:
+    """Load what the class `kind` of transformers makes of a model's name."""
+    transformers = _transformers()
+    source, gguf = _locate(model, gguf)
+    options["local_files_only"] = Path(source).is_dir()
+    if gguf is not None:
+        options["gguf_file"] = gguf
+    name = model if gguf is None else f"{model} ({gguf})"
+    try:
+        return getattr(transformers, kind).from_pretrained(source, **options)
+    except ImportError as error:
+        raise ImportError(f"model {name} cannot be loaded: {_first_line(error)}") from error
+    except Exception as error:  # transformers raises almost any type on a broken or foreign file
+        raise ValueError(f"model {name} cannot be loaded: {_first_line(error)}") from error
 
 
 def _transformers() -> Any:

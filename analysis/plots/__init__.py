@@ -23,6 +23,7 @@ from analysis.plots._drawing import (
     panels,
 )
 from analysis.plots.mechanisms import (
+    against,
     bias,
     by_length,
     curves,
@@ -41,6 +42,7 @@ __all__ = [
     "MARKERS",
     "STYLE",
     "Values",
+    "against",
     "bias",
     "by_layer",
     "by_length",

@@ -116,6 +116,29 @@ def by_length(
     return ax
 
 
+def against(ax: Any, x: ArrayLike, y: ArrayLike, names: Any, xlabel: str, ylabel: str) -> Any:
+    """Draw one number against another, a named point for each mechanism.
+
+    Args:
+        ax: Axes to draw on.
+        x: The first number `[M]`.
+        y: The second `[M]`.
+        names: The mechanisms.
+        xlabel: What `x` is.
+        ylabel: What `y` is.
+
+    Returns:
+        `ax`.
+    """
+    points = np.stack([np.asarray(x, dtype=float), np.asarray(y, dtype=float)], 1)
+    for row, (name, at) in enumerate(zip(names, points, strict=True)):
+        colour, marker, _ = mark(row)
+        ax.plot(*at, color=colour, marker=marker, linestyle="none")
+        ax.annotate(name, at, xytext=(5, 3), textcoords="offset points", fontsize="small")
+    ax.margins(x=0.25)
+    return labels(ax, xlabel, ylabel)
+
+
 def last_share(ax: Any, lengths: ArrayLike, measured: Values, theory: Values | None = None) -> Any:
     """Draw the share of attention on the last 100 tokens against context length.
 

@@ -1,0 +1,128 @@
+"""The rows of a folder as a table and figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from analysis.plots import against, by_length, figure
+from analysis.report import markdown_table
+from benchmarks.length_generalisation.methods import METHODS
+
+Row = dict[str, Any]
+
+_PANELS = {
+    "positions": ("rope", "p_rope", "nope", "rope_ntk", "yarn", "alibi", "scale_invariant"),
+    "temperatures and scale invariance": tuple(
+        name for name, method in METHODS.items() if method.attention in ("logn", "scale_invariant")
+    ),
+}
+
+
+def report(folder: Path) -> str:
+    """Draw the rows of a folder into it, and return their table in Markdown.
+
+    Raises:
+        ValueError: if it has none, or rows of different data, sizes or steps.
+    """
+    rows: dict[str, list[Row]] = {}
+    settings = set()
+    for path in sorted(folder.glob("*.json")):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        own = ("method", "seed")
+        settings.add(json.dumps({k: x for k, x in row["settings"].items() if k not in own}))
+        rows.setdefault(row["settings"]["method"], []).append(row)
+    if not rows:
+        raise ValueError(f"folder must hold rows, METHOD-SEED.json, got {folder}")
+    if len(settings) > 1:
+        raise ValueError(f"rows of {folder} must have the same data, sizes and steps")
+    lengths = [str(length) for length in json.loads(settings.pop())["lengths"]]
+    shown = {name: rows[name] for name in METHODS if name in rows}
+    files = [_draw_losses(shown, lengths, folder)]
+    if len(shown) > 1:
+        files.append(_draw_slopes(shown, lengths, folder))
+    table = _table(rows, lengths)
+    figures = "\n".join(f"![]({name})" for name in files)
+    (folder / "table.md").write_text(f"{table}\n\n{figures}\n", encoding="utf-8")
+    return table
+
+
+def _table(rows: dict[str, list[Row]], lengths: list[str]) -> str:
+    """Loss, loss at the end and needles by length; what was not run is empty."""
+    header = ["", "seeds"]
+    header += [f"{what} {int(n):,}" for what in ("loss", "end", "needles") for n in lengths]
+    lines = []
+    for name in METHODS:
+        found = rows.get(name, [])
+        cells = [_spread(found, lambda row, n=n: row["validation"][n]["loss"]) for n in lengths]
+        cells += [_spread(found, lambda row, n=n: row["validation"][n]["last"]) for n in lengths]
+        cells += [_spread(found, lambda row, n=n: _needles(row, n)) for n in lengths]
+        lines.append([f"`{name}`", str(len(found) or ""), *cells])
+    return (
+        "Nats a token over whole contexts and over their last 1,024 tokens; the share of needles "
+        "found. Mean over seeds ± standard error.\n\n" + markdown_table(header, lines)
+    )
+
+
+def _spread(rows: list[Row], value: Callable[[Row], float | None]) -> str:
+    values = [x for row in rows if (x := value(row)) is not None]
+    if not values:
+        return ""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{error}"
+
+
+def _needles(row: Row, length: str) -> float | None:
+    return row["needle"]["accuracy"][length] if "needle" in row else None
+
+
+def _mean_loss(rows: list[Row], length: str) -> float:
+    return fmean(row["validation"][length]["loss"] for row in rows)
+
+
+def _draw_losses(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -> str:
+    """Loss against length."""
+    name = "loss_by_length.png"
+    with figure(folder / name, len(_PANELS), height=3.6, sharey=True) as axes:
+        for ax, (title, members) in zip(axes[0], _PANELS.items(), strict=True):
+            losses = {
+                member: [_mean_loss(rows[member], n) for n in lengths]
+                if member in rows
+                else [float("nan")] * len(lengths)
+                for member in members
+            }
+            by_length(ax, [int(n) for n in lengths], losses, "loss (nats a token)")
+            ax.set_title(title)
+            for line, member in zip(ax.lines, members, strict=False):
+                line.set_label(member)
+            ax.legend()
+    return name
+
+
+def _draw_slopes(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -> str:
+    """What the loss rises by from the trained length, against what the theory watches."""
+    name, longest = "loss_by_attention.png", lengths[-1]
+    trained = {method: str(found[0]["settings"]["length"]) for method, found in rows.items()}
+    rises = [
+        _mean_loss(found, longest) - _mean_loss(found, trained[method])
+        if trained[method] in lengths
+        else _mean_loss(found, longest)
+        for method, found in rows.items()
+    ]
+    panels = {
+        "slope": r"median slope of log total attention in $\ln\,t$",
+        "last_share": "median share of attention on the last 100 tokens",
+    }
+    with figure(folder / name, len(panels), height=3.4, sharey=True) as axes:
+        for ax, (key, label) in zip(axes[0], panels.items(), strict=True):
+            values = [_median(found, longest, key) for found in rows.values()]
+            against(ax, values, rises, list(rows), label, f"rise of the loss at {int(longest):,}")
+    return name
+
+
+def _median(rows: list[Row], length: str, key: str) -> float:
+    layers = [layer for row in rows for layer in row["attention"][length][key] if layer]
+    return median(x for layer in layers for x in layer) if layers else float("nan")

@@ -1,0 +1,386 @@
+"""Long real documents as one file of tokens, built once and mapped into memory.
+
+A source is
+
+    installed     what is on this machine: each top-level package of Python's library and of
+                  site-packages, and each folder of headers, scripts and documentation of the
+                  system, is one document, its text files joined in order of path, each under a
+                  line that names it; a file that occurs twice counts once;
+    a folder      each file or folder in it is one document, likewise;
+    a .jsonl file each line's "text", lines joined to documents of some 400,000 characters;
+    a .bin file   a shard of FineWeb as modded-nanogpt has it, already in GPT-2's tokens: a header
+                  of 256 int32 and then uint16; cut into documents of 131,072 tokens. Name a
+                  folder with GPT-2's tokenizer for what is still to be encoded.
+
+The split is by document. Validation documents are the first, in the order of a hash of their
+names, that have more than `span` tokens and at most one in fifty of all; the others are trained
+on, whatever their length, one after the other, but for those that have the name of a validation
+document in another place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.extension.rows import digest, write_json
+from score_mods._checks import integer
+
+# A folder with many packages in it, where each entry is a document.
+_SYSTEM = (
+    "/usr/include",
+    "/usr/share",
+    "/usr/lib/python3/dist-packages",
+    "/usr/local",
+    "/usr/src",
+)
+_NAMES = re.compile(
+    r".+\.(c|cc|cfg|cmake|cpp|cu|cuh|cxx|go|h|hpp|html|hxx|inc|inl|java|js|json|md|pl|pm|pod|proto|py"
+    r"|pyi|pyx|rb|rs|rst|sh|sql|tcl|tex|toml|ts|txt|xml|ya?ml)"
+)
+_LARGEST = 2**20  # bytes of a file that is still a text and no table
+_LINE = 200  # characters of a line, in the mean, of such a file
+_JOINED = 400_000  # characters of a document made of lines
+_SHARD = 131_072  # tokens of a document cut from a shard
+_BATCH = 256  # texts that are encoded at a time
+
+Document = tuple[str, Iterator[str]]
+
+
+class Tokenizer:
+    """Text to token ids: UTF-8 bytes, or a tokenizer of Hugging Face.
+
+    Attributes:
+        name: what tells it apart.
+        vocabulary: number of ids.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Load it.
+
+        Args:
+            name: "bytes", "smollm2", or a folder with `tokenizer.json`.
+
+        Raises:
+            ValueError: if there is none.
+            ImportError: if it needs a package that is missing.
+        """
+        self.name, self._encoder = name, None
+        if name == "bytes":
+            self.vocabulary = 256
+            return
+        if name == "smollm2":
+            from analysis.huggingface import load_tokenizer
+
+            self._encoder = load_tokenizer(name).backend_tokenizer
+        else:
+            path = Path(name, "tokenizer.json")
+            if not path.is_file():
+                raise ValueError(
+                    f"tokenizer must be bytes, smollm2 or a folder with tokenizer.json, got {name}"
+                )
+            from tokenizers import Tokenizer as Encoder
+
+            self._encoder = Encoder.from_file(str(path))
+            self.name = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        self.vocabulary = self._encoder.get_vocab_size()
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
+        if self._encoder is None:
+            return [list(text.encode()) for text in texts]
+        return [x.ids for x in self._encoder.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text."""
+        return self([text])[0]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Documents in tokens.
+
+    Attributes:
+        tokens: all of them `[N]`, uint16 or uint32.
+        documents: name, first and last token (excluded) and UTF-8 bytes of each.
+        held_out: indices of the validation documents.
+        vocabulary: number of token ids.
+        recipe: what it was built from.
+    """
+
+    tokens: np.ndarray
+    documents: list[tuple[str, int, int, int]]
+    held_out: list[int]
+    vocabulary: int
+    recipe: dict[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        """Recipe and sizes, for a row's JSON."""
+        sizes = [stop - start for _, start, stop, _ in self.documents]
+        return {
+            **self.recipe,
+            "vocabulary": self.vocabulary,
+            "documents": len(sizes),
+            "bytes": sum(size for *_, size in self.documents),
+            "training_tokens": len(self._starts(1)),
+            "validation": {self.documents[i][0]: sizes[i] for i in self.held_out},
+        }
+
+    def batches(self, sequences: int, length: int, seed: int) -> Callable[[int], Tensor]:
+        """Training batches by step, the same for every model.
+
+        The training tokens are cut into sequences, which are gone through in a new random order
+        in each epoch.
+
+        Args:
+            sequences: in a batch.
+            length: of a sequence; it comes with one token more, the last target.
+            seed: of the order.
+
+        Returns:
+            A function from a step, from 0, to token ids `[sequences, length + 1]`.
+
+        Raises:
+            ValueError: if there is not one batch.
+        """
+        starts = self._starts(length)
+        if len(starts) < sequences:
+            raise ValueError(
+                f"data has {len(starts)} training sequences of {length} tokens, fewer than a "
+                f"batch of {sequences}"
+            )
+        per_epoch = len(starts) // sequences
+
+        def batch(step: int) -> Tensor:
+            epoch, place = divmod(step, per_epoch)
+            order = np.random.default_rng([seed, epoch]).permutation(len(starts))
+            chosen = starts[order[place * sequences : (place + 1) * sequences]]
+            rows = [self.tokens[at : at + length + 1].astype(np.int64) for at in chosen]
+            return torch.from_numpy(np.stack(rows))
+
+        return batch
+
+    def epochs(self, sequences: int, length: int, steps: int) -> float:
+        """How often `steps` batches go through the training tokens."""
+        return steps * sequences / len(self._starts(length))
+
+    def validation(self, length: int, span: int) -> Tensor:
+        """The first `span` tokens of each validation document, cut into sequences.
+
+        Args:
+            length: of a sequence, a divisor of `span`.
+            span: tokens of a document that are read.
+
+        Returns:
+            `[V span / length, length + 1]`, each with the token after its last.
+
+        Raises:
+            ValueError: if `length` does not divide `span`.
+        """
+        if span % length:
+            raise ValueError(f"lengths must divide the longest, {span}, got {length}")
+        starts = [
+            self.documents[i][1] + at for i in self.held_out for at in range(0, span, length)
+        ]
+        rows = [self.tokens[at : at + length + 1].astype(np.int64) for at in starts]
+        return torch.from_numpy(np.stack(rows))
+
+    def _starts(self, length: int) -> np.ndarray:
+        """Where each training sequence starts; those documents that follow each other are one."""
+        runs: list[tuple[int, int]] = []
+        kept = {_package(self.documents[i][0]) for i in self.held_out}
+        for name, start, stop, _ in self.documents:
+            if _package(name) not in kept:
+                joined = bool(runs) and runs[-1][1] == start
+                runs.append((runs.pop()[0] if joined else start, stop))
+        return np.concatenate([np.arange(start, stop - length, length) for start, stop in runs])
+
+
+def _package(name: str) -> str:
+    """A document's name without the place that it was found in: `pip` of `dist-packages/pip`."""
+    return name.rpartition("/")[2]
+
+
+def token_file(
+    source: str,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    *,
+    span: int = 65_536,
+    held_out: int = 16,
+    most: int | None = None,
+) -> TokenFile:
+    """Build the token file of a source, or find it if it was built.
+
+    Args:
+        source: see this module's docstring.
+        tokenizer: what encodes it.
+        folder: where token files are kept.
+        span: tokens that a validation document has at least, besides one more.
+        held_out: number of validation documents.
+        most: tokens to stop at, or None to take all.
+
+    Raises:
+        ValueError: if there is no such source, or it has not enough long documents.
+    """
+    for name, value in (("span", span), ("held_out", held_out)):
+        integer(name, value)
+    path = Path(source)
+    if source != "installed" and not path.exists():
+        raise ValueError(
+            f"data must be installed, a folder, a .jsonl or a .bin file, got {source}"
+        )
+    recipe: dict[str, Any] = {"source": source, "tokenizer": tokenizer.name, "most": most}
+    if source != "installed":
+        recipe["source"] = path.resolve().name
+        recipe["changed"] = path.stat().st_mtime_ns
+    kept = Path(folder, digest([recipe, str(path.resolve())]))
+    if not (kept / "index.json").is_file():
+        partial = kept.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(source, tokenizer, partial, most)
+        partial.rename(kept)
+    index = json.loads((kept / "index.json").read_text(encoding="utf-8"))
+    tokens = np.memmap(kept / "tokens.bin", dtype=index["dtype"], mode="r")
+    documents = [(name, start, stop, size) for name, start, stop, size in index["documents"]]
+    return TokenFile(
+        tokens, documents, _held_out(documents, span, held_out), index["vocabulary"], recipe
+    )
+
+
+def _held_out(documents: list[tuple[str, int, int, int]], span: int, count: int) -> list[int]:
+    """Indices of the validation documents."""
+    most = sum(stop - start for _, start, stop, _ in documents) // 50
+    fitting = [
+        i
+        for i, (_, start, stop, _) in enumerate(documents)
+        if span < stop - start <= max(most, span + 1)
+    ]
+    if len(fitting) < count:
+        raise ValueError(
+            f"data must have {count} documents of more than {span} tokens, each at most a "
+            f"fiftieth of all {50 * most}, got {len(fitting)}"
+        )
+    fitting.sort(key=lambda i: hashlib.sha256(_package(documents[i][0]).encode()).digest())
+    return sorted(fitting[:count])
+
+
+def _write(source: str, tokenizer: Tokenizer, folder: Path, most: int | None) -> None:
+    """Encode a source into `tokens.bin` and `index.json`."""
+    dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
+    documents: list[tuple[str, int, int, int]] = []
+    total = 0
+    with (folder / "tokens.bin").open("wb") as file, tqdm(unit="token", unit_scale=True) as bar:
+        for name, pieces in _encoded(source, tokenizer):
+            start, size = total, 0
+            for ids, read in pieces:
+                array = np.asarray(ids, dtype=dtype)
+                file.write(array.tobytes())
+                total, size = total + len(array), size + read
+                bar.update(len(array))
+                if most is not None and total >= most:
+                    break
+            if total > start:
+                documents.append((name, start, total, size))
+            if most is not None and total >= most:
+                break
+    index = {"dtype": dtype, "vocabulary": tokenizer.vocabulary, "documents": documents}
+    write_json(folder / "index.json", index)
+
+
+def _encoded(source: str, tokenizer: Tokenizer) -> Iterator[tuple[str, Iterator[tuple[Any, int]]]]:
+    """Each document's name, and its token ids and UTF-8 bytes, piece by piece."""
+    if source.endswith(".bin"):
+        tokens = np.fromfile(source, dtype=np.uint16)[512:]
+        if len(tokens) and tokens.max() >= tokenizer.vocabulary:
+            raise ValueError(
+                f"data has the token {tokens.max()}, which a tokenizer of {tokenizer.vocabulary} "
+                "has not"
+            )
+        for at in range(0, len(tokens), _SHARD):
+            yield f"{Path(source).name}[{at}]", iter([(tokens[at : at + _SHARD], 0)])
+        return
+    for name, texts in _documents(source):
+        yield name, _pieces(texts, tokenizer)
+
+
+def _pieces(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == _BATCH:
+            yield from _encode(batch, tokenizer)
+            batch = []
+    yield from _encode(batch, tokenizer)
+
+
+def _encode(batch: list[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
+    for text, ids in zip(batch, tokenizer(batch), strict=True):
+        yield ids, len(text.encode())
+
+
+def _documents(source: str) -> Iterator[Document]:
+    """The documents of a source that is text."""
+    if source.endswith(".jsonl"):
+        yield from _lines(Path(source))
+        return
+    seen: set[bytes] = set()
+    if source == "installed":
+        paths = sysconfig.get_paths()
+        roots = [paths["stdlib"], paths["purelib"], paths["platlib"], *_SYSTEM]
+        roots = [str(Path(root).resolve()) for root in roots]
+    else:
+        roots = [str(Path(source).resolve())]
+    for root in dict.fromkeys(roots):
+        apart = {Path(other) for other in roots if other != root}
+        for entry in sorted(Path(root).glob("*")):
+            if entry not in apart and not entry.is_symlink():
+                yield f"{Path(root).name}/{entry.name}", _texts(entry, apart, seen)
+
+
+def _texts(entry: Path, apart: set[Path], seen: set[bytes]) -> Iterator[str]:
+    """The texts of a file or folder, each under a line that names it."""
+    for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
+        if not _NAMES.fullmatch(path.name) or apart & set(path.parents) or not path.is_file():
+            continue
+        data = path.read_bytes() if path.stat().st_size <= _LARGEST else b""
+        name = hashlib.sha256(data).digest()
+        if not data or name in seen or data.count(b"\n") * _LINE < len(data):
+            continue
+        seen.add(name)
+        try:
+            yield f"==== {path.relative_to(entry.parent)}\n{data.decode()}\n"
+        except UnicodeDecodeError:
+            continue
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    """Texts of a .jsonl file, joined."""
+    joined: list[str] = []
+    size = count = 0
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise ValueError(f'data: line {number} of {path} has no "text"') from None
+            joined.append(re.sub(r"\s*$", "\n\n", text))
+            size += len(text)
+            if size >= _JOINED:
+                yield f"{path.name}[{count}]", iter(joined)
+                joined, size, count = [], 0, count + 1
+    if joined:
+        yield f"{path.name}[{count}]", iter(joined)

@@ -1,0 +1,246 @@
+"""The trainer of the quality benchmarks: Muon and AdamW, checkpoints, a log, a progress bar.
+
+The learning rates are constant and fall linearly to 0 in the last part of the steps, as in
+arXiv 2505.17083, section 5. A checkpoint appears whole or not at all; a run that was stopped goes
+on from it, if it is the same run, and ends as it would have without the stop.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from score_mods._checks import integer, number
+
+_LOGGED = 10  # steps between lines of the log
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to train, and the share of the learning rates at each step.
+
+    Attributes:
+        steps: number of steps.
+        warmup: steps over which the rates rise linearly from 0.
+        cooldown: share of the steps over which they fall linearly to 0.
+    """
+
+    steps: int
+    warmup: int = 0
+    cooldown: float = 0.3
+
+    def __post_init__(self) -> None:
+        integer("steps", self.steps, at_least=0)
+        integer("warmup", self.warmup, at_least=0)
+        if not 0 <= number("cooldown", self.cooldown) <= 1:
+            raise ValueError(f"cooldown must be in [0, 1], got {self.cooldown}")
+
+    def __call__(self, step: int) -> float:
+        """Share of the rates at a step, counted from 0."""
+        rising = (step + 1) / (self.warmup + 1)
+        falling = (self.steps - step) / max(1, self.cooldown * self.steps)
+        return min(1.0, rising, falling)
+
+
+def optimizers(
+    model: nn.Module,
+    *,
+    embedding: nn.Module,
+    muon: float = 0.02,
+    embedding_rate: float = 0.3,
+    rest: float = 0.002,
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for the embedding, the head and what is left.
+
+    Args:
+        model: a `Decoder`, whose blocks are `model.blocks`.
+        embedding: its embedding.
+        muon: learning rate of the matrices; momentum 0.95.
+        embedding_rate: of the embedding; betas 0.9 and 0.95 as for the rest.
+        rest: of the others.
+
+    Returns:
+        The optimizers, without weight decay.
+
+    Reference: the numbers are those of arXiv 2505.17083, section 5.
+    """
+    blocks = model.get_submodule("blocks")
+    matrices = [x for x in blocks.parameters() if x.ndim == 2]
+    table = list(embedding.parameters())
+    placed = {id(x) for x in (*matrices, *table)}
+    others = [x for x in model.parameters() if id(x) not in placed]
+    groups = [{"params": table, "lr": embedding_rate}, {"params": others, "lr": rest}]
+    fused = next(model.parameters()).is_cuda
+    return [
+        torch.optim.Muon(matrices, lr=muon, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused),
+    ]
+
+
+class Interrupted(Exception):
+    """Training stopped before its end, at a checkpoint from which it goes on."""
+
+
+def train(
+    model: nn.Module,
+    found: list[torch.optim.Optimizer],
+    schedule: Schedule,
+    loss: Callable[[int], Tensor],
+    *,
+    folder: str | Path,
+    identity: Mapping[str, Any],
+    before_step: Callable[[int], None] = lambda step: None,
+    save_every: float = 60.0,
+    seconds: float = math.inf,
+    label: str = "",
+) -> dict[str, Any]:
+    """Train a model, or go on training it.
+
+    Args:
+        model: the model, in place.
+        found: its optimizers.
+        schedule: steps and rates.
+        loss: from a step to the loss, after whose `backward()` the gradients are those of the
+            step; it may have called `backward()` for parts of the batch before.
+        folder: where `checkpoint.pt` and `log.csv` are kept.
+        identity: what tells this run from others; JSON.
+        before_step: called before each step.
+        save_every: seconds between checkpoints.
+        seconds: after which to stop at a checkpoint.
+        label: beside the progress bar.
+
+    Returns:
+        `loss`, the mean over the last tenth of the logged steps; `seconds` of training, the first
+        step (which compiles) apart as `first_step_seconds`.
+
+    Raises:
+        ValueError: if the folder has the checkpoint of another run.
+        FloatingPointError: if the loss is not finite.
+        Interrupted: if `seconds` have passed.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = json.loads(json.dumps(dict(identity)))
+    state = _resume(folder / "checkpoint.pt", identity, model, found)
+    rates = [[group["initial_lr"] for group in optimizer.param_groups] for optimizer in found]
+    log: list[dict[str, float]] = state["log"]
+    began = saved = time.perf_counter()
+    before: float = state["seconds"]
+
+    def save(step: int) -> None:
+        passed = before + time.perf_counter() - began
+        _save(folder / "checkpoint.pt", identity, model, found, step, log, passed)
+        _write_log(folder / "log.csv", log)
+
+    bar = tqdm(range(state["step"], schedule.steps), initial=state["step"], total=schedule.steps)
+    bar.set_description(label)
+    for step in bar:
+        if time.perf_counter() - began > seconds:
+            save(step)
+            raise Interrupted(f"stopped at step {step} of {schedule.steps}; run again to go on")
+        for optimizer, base in zip(found, rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, base, strict=True):
+                group["lr"] = rate * schedule(step)
+        before_step(step)
+        value = loss(step)
+        value.backward()
+        for optimizer in found:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % _LOGGED == 0 or step == schedule.steps - 1:
+            shown = value.item()
+            if not math.isfinite(shown):
+                raise FloatingPointError(f"the loss is {shown} at step {step}")
+            passed = before + time.perf_counter() - began
+            log.append({"step": step, "loss": shown, "seconds": passed})
+            bar.set_postfix(loss=f"{shown:.3f}")
+        if time.perf_counter() - saved > save_every:
+            save(step + 1)
+            saved = time.perf_counter()
+    save(schedule.steps)
+    last = [row["loss"] for row in log[-max(1, len(log) // 10) :]]
+    return {
+        "loss": sum(last) / len(last) if last else None,
+        "seconds": log[-1]["seconds"] if log else 0.0,
+        "first_step_seconds": log[0]["seconds"] if log else 0.0,
+    }
+
+
+def _resume(
+    path: Path,
+    identity: Mapping[str, Any],
+    model: nn.Module,
+    found: list[torch.optim.Optimizer],
+) -> dict[str, Any]:
+    """Load a checkpoint, if there is one, into model, optimizers and generators."""
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+    if not path.is_file():
+        return {"step": 0, "log": [], "seconds": 0.0}
+    state = torch.load(path, map_location=next(model.parameters()).device, weights_only=True)
+    if state["identity"] != identity:
+        names = sorted(
+            name
+            for name in {*state["identity"], *identity}
+            if state["identity"].get(name) != identity.get(name)
+        )
+        raise ValueError(
+            f"{path} is of another run, which differs in {', '.join(names)}; "
+            "remove it, or name another folder"
+        )
+    model.load_state_dict(state["model"])
+    for optimizer, kept in zip(found, state["optimizers"], strict=True):
+        optimizer.load_state_dict(kept)
+    torch.set_rng_state(state["rng"].cpu())
+    if state["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(state["cuda_rng"].cpu())
+    return state
+
+
+def _save(
+    path: Path,
+    identity: Mapping[str, Any],
+    model: nn.Module,
+    found: list[torch.optim.Optimizer],
+    step: int,
+    log: list[dict[str, float]],
+    seconds: float,
+) -> None:
+    """Write a checkpoint, whole or not at all."""
+    cuda = next(model.parameters()).is_cuda
+    partial = path.with_suffix(".partial")
+    torch.save(
+        {
+            "identity": identity,
+            "step": step,
+            "log": log,
+            "seconds": seconds,
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in found],
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if cuda else None,
+        },
+        partial,
+    )
+    os.replace(partial, path)
+
+
+def _write_log(path: Path, log: list[dict[str, float]]) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["step", "loss", "seconds"])
+        writer.writeheader()
+        writer.writerows(log)
+    os.replace(partial, path)
