@@ -118,13 +118,13 @@ class Decoder(nn.Module):
         nn.init.zeros_(self.head.weight)
         self._losses: Callable[..., Tensor] = _chunk_losses
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, backend: str = "inductor") -> None:
         """Compile a block and the loss: a graph for each length, one for all layers."""
         torch._dynamo.config.recompile_limit = _GRAPHS
         torch._dynamo.config.accumulated_recompile_limit = _GRAPHS
         for block in self.blocks:
-            block.compile(fullgraph=True, dynamic=False)
-        self._losses = torch.compile(_chunk_losses, fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+        self._losses = torch.compile(_chunk_losses, fullgraph=True, dynamic=False, backend=backend)
 
     def refresh(self) -> None:
         """Let each mixer that derives something from its parameters derive it anew."""

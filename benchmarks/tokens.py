@@ -377,7 +377,7 @@ def _lines(path: Path) -> Iterator[Document]:
                 text = json.loads(line)["text"]
             except (json.JSONDecodeError, KeyError, TypeError):
                 raise ValueError(f'data: line {number} of {path} has no "text"') from None
-            joined.append(re.sub(r"\s*$", "\n\n", text))
+            joined.append(f"{text.rstrip()}\n\n")
             size += len(text)
             if size >= _JOINED:
                 yield f"{path.name}[{count}]", iter(joined)

@@ -135,7 +135,7 @@ def against(ax: Any, x: ArrayLike, y: ArrayLike, names: Any, xlabel: str, ylabel
         colour, marker, _ = mark(row)
         ax.plot(*at, color=colour, marker=marker, linestyle="none")
         ax.annotate(name, at, xytext=(5, 3), textcoords="offset points", fontsize="small")
-    ax.margins(x=0.25)
+    ax.margins(x=0.4)
     return labels(ax, xlabel, ylabel)
 
 

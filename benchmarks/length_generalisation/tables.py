@@ -97,8 +97,10 @@ def _draw_losses(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -
             by_length(ax, [int(n) for n in lengths], losses, "loss (nats a token)")
             ax.set_title(title)
             for line, member in zip(ax.lines, members, strict=False):
-                line.set_label(member)
-            ax.legend()
+                if member in rows:
+                    line.set_label(member)
+            if set(members) & set(rows):
+                ax.legend()
     return name
 
 

@@ -1,0 +1,223 @@
+"""Whole rows at toy size, what they hold, and the table made of them."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import length_generalisation as benchmark
+from benchmarks.decoder import Decoder, Size
+from benchmarks.length_generalisation import row as rows
+from benchmarks.length_generalisation.methods import METHODS, build
+from benchmarks.mixers import Positions, SoftmaxAttention
+
+LENGTHS = (256, 512, 1024)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(60):
+        text = "".join(f"line {j} of {i}: {'abcdefg'[j % 7] * (i % 5 + 1)}\n" for j in range(120))
+        (folder / f"document{i}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def command(data, tmp_path):
+    """Run the benchmark at toy size; returns the rows by method."""
+
+    def run(*methods, **changed):
+        options = {
+            "data": data,
+            "tokenizer": "bytes",
+            "cache": tmp_path / "tokens",
+            "out": tmp_path / "out",
+            "steps": 10,
+            "sequences": 4,
+            "micro": 2,
+            "length": LENGTHS[0],
+            "lengths": ",".join(map(str, LENGTHS)),
+            "held_out": 2,
+            "width": 32,
+            "layers": 2,
+            "head_dim": 16,
+            "needle_steps": 3,
+            "needle_sequences": 2,
+            "needles": 3,
+            "device": "cpu",
+            **changed,
+        }
+        arguments = [x for name, value in options.items() for x in (f"--{name}", str(value))]
+        arguments = [x.replace("_", "-") if x.startswith("--") else x for x in arguments]
+        benchmark.main(["--method", *methods, *arguments])
+        made = sorted((tmp_path / "out").glob("*.json"))
+        return {path.stem.rpartition("-")[0]: json.loads(path.read_text()) for path in made}
+
+    return run
+
+
+def test_the_methods_are_table_1s_and_four_more():
+    """Table 1 of arXiv 2505.17083: ten rows, of which four are by positions alone."""
+    names = list(METHODS)
+    assert names[:10] == [
+        *("rope", "p_rope", "nope", "rope_ntk", "yarn"),
+        *("logn_rope", "logn_p_rope", "logn_ntk", "alibi", "scale_invariant"),
+    ]
+    assert all(name.startswith("scale_invariant_") for name in names[10:])
+    trained = {name: METHODS[name].scheme(16, 4096, 4096) for name in METHODS}
+    longer = {name: METHODS[name].scheme(16, 4096, 16384) for name in METHODS}
+    stretched = {
+        name
+        for name in METHODS
+        if trained[name] and not torch.equal(trained[name].frequencies, longer[name].frequencies)
+    }
+    assert stretched == {"rope_ntk", "yarn", "logn_ntk"}
+    base = 10000 * 4 ** (16 / 14)  # arXiv 2505.17083, section 5
+    wanted = base ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    torch.testing.assert_close(longer["rope_ntk"].frequencies, wanted)
+    assert {name for name, scheme in trained.items() if scheme is None} == {"nope", "alibi"}
+
+
+def test_a_row_holds_what_it_says(command):
+    made = command("rope", "scale_invariant_measured", "scale_invariant_tau")
+    assert set(made) == {"rope", "scale_invariant_measured", "scale_invariant_tau"}
+    for row in made.values():
+        assert row["tokens"] == 10 * 4 * 256
+        assert row["training"]["loss"] < 5.6  # below ln 256, where it starts
+        assert list(row["validation"]) == list(row["attention"]) == list(map(str, LENGTHS))
+        for length, found in row["validation"].items():
+            assert found["edges"][-1] == int(length)
+            assert len(found["by_position"]) == len(found["edges"]) - 1
+        for found in row["attention"].values():
+            sigma = torch.tensor(found["sigma"])
+            assert sigma.shape == (2, 2)
+            assert (sigma > 0).all()
+            assert torch.tensor(found["slope"]).shape == sigma.shape
+        assert set(row["needle"]["accuracy"]) == set(map(str, LENGTHS))
+    data = [row["settings"]["data"] for row in made.values()]
+    assert data[0] == data[1]
+    assert data[0]["vocabulary"] == 256
+
+
+def test_the_law_is_measured_on_the_way(command, monkeypatch):
+    seen = []
+    real = rows._measure_law
+
+    def spy(model, ids):
+        real(model, ids)
+        seen.append([block.mixer.law.clone() for block in model.blocks])
+
+    monkeypatch.setattr(rows, "_measure_law", spy)
+    made = command("scale_invariant_measured", needle_steps=0)
+    assert len(seen) == 1
+    assert "needle" not in made["scale_invariant_measured"]
+    for law in seen[0]:
+        assert not torch.equal(law, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+
+
+def test_loss_and_attention_are_those_of_the_model():
+    """By position, from the model's own losses; sigma from all pairs of the rows looked at."""
+    torch.manual_seed(0)
+    size = Size(30, width=32, layers=1, head_dim=16)
+    model = Decoder(size, lambda layer: SoftmaxAttention(32, 16), Positions(lambda length: None))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    ids = torch.randint(30, (5, 301))
+    found = rows.validate(model, ids)
+    losses = model.token_losses(ids[:, :-1], ids[:, 1:]).double()
+    assert found["loss"] == pytest.approx(losses.mean().item())
+    edges = found["edges"]
+    assert found["by_position"][1] == pytest.approx(losses[:, edges[1] : edges[2]].mean().item())
+
+    measured = rows.attention(model, ids[:1])
+    (q, k) = next(iter(model.queries_and_keys(ids[:1, :-1])))
+    at = torch.linspace(150, 299, 64).long().unique()
+    scores = (q[0] @ k[0].mT / 4)[0, at].double()
+    parts = [row[1:i] for i, row in zip(at.tolist(), scores, strict=True)]  # no first, no own key
+    sigma = torch.stack([x.var(correction=0) for x in parts]).mean().sqrt()
+    assert measured["sigma"][0][0] == pytest.approx(sigma.item(), rel=1e-3)
+    entropies = []
+    for i in at.tolist():
+        p = (q[0, 0, i] @ k[0, 0, : i + 1].T / 4).double().softmax(-1)
+        entropies.append(-(p * p.log()).sum())
+    assert measured["entropy"][0][0] == pytest.approx(
+        torch.stack(entropies).mean().item(), rel=1e-4
+    )
+
+
+def test_micro_batches_are_one_batch():
+    model = build("rope", Size(30, width=32, layers=1, head_dim=16), 64)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    ids = torch.randint(30, (5, 65))
+    gradients = []
+    for micro in (1, 2, 5):
+        model.zero_grad()
+        loss = rows._backward_but_last(model, ids, micro)
+        loss.backward()
+        gradients.append([loss.detach(), *(x.grad.clone() for x in model.parameters())])
+    for other in gradients[:2]:
+        torch.testing.assert_close(other, gradients[2], atol=1e-5, rtol=1e-4)
+
+
+def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
+    whole = command("scale_invariant_tau")["scale_invariant_tau"]
+    (tmp_path / "out").rename(tmp_path / "whole")
+    monkeypatch.setattr(rows, "validate", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        command("scale_invariant_tau")
+    monkeypatch.undo()
+    again = command("scale_invariant_tau")["scale_invariant_tau"]
+    assert again["validation"] == whole["validation"]
+    assert again["needle"]["accuracy"] == whole["needle"]["accuracy"]
+    with pytest.raises(SystemExit):
+        command("scale_invariant_tau", steps=11)
+
+
+def test_the_table_has_all_methods_and_leaves_out_what_was_not_run(command, tmp_path, capsys):
+    command("rope", "alibi")
+    command("rope", seed=1)
+    capsys.readouterr()
+    benchmark.main(["table", str(tmp_path / "out")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    cells = {
+        line.split("|")[1].strip(" `"): [x.strip() for x in line.split("|")[2:-1]]
+        for line in lines
+    }
+    assert list(cells) == list(METHODS)
+    assert cells["nope"] == [""] * 10
+    assert cells["rope"][0] == "2"
+    assert "±" in cells["rope"][1]
+    row = json.loads((tmp_path / "out" / "alibi-0.json").read_text())
+    assert cells["alibi"][3] == f"{row['validation']['512']['loss']:.3f}"
+    for name in ("table.md", "loss_by_length.png", "loss_by_attention.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 200
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"lengths": "128,x"}, "lengths must be numbers"),
+        ({"lengths": "100,256"}, "lengths must be positive divisors of the longest"),
+        ({"data": "/nowhere"}, "data must be installed"),
+        ({"tokenizer": "/nowhere"}, "tokenizer must be bytes"),
+        ({"width": 33}, "width must be a multiple of head_dim"),
+        ({"micro": 0}, "micro must be at least 1"),
+        ({"held_out": 70}, "data must have 70 documents"),
+        ({"seconds": 0}, "run again to go on"),
+    ],
+)
+def test_refuses_in_one_line(command, capsys, changed, words):
+    with pytest.raises(SystemExit) as stopped:
+        command("rope", **changed)
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert words in error
+
+
+def test_an_empty_folder_has_no_table(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["table", str(tmp_path)])
+    assert "folder must hold rows" in capsys.readouterr().err
