@@ -195,6 +195,7 @@ class ScaleInvariantAttention(SoftmaxAttention):
         self.log_tau = nn.Parameter(scale.log()) if learned else None
         self.register_buffer("law", torch.stack([torch.ones_like(scale), torch.zeros_like(scale)]))
         self.tau, self.sinks = tau, sinks
+        self.register_load_state_dict_post_hook(lambda layer, keys: layer.refresh())
         self.refresh()
 
     def set_law(self, sigma: Tensor, mu: Tensor) -> None:
