@@ -160,17 +160,14 @@ class Decoder(nn.Module):
             return self.head(x).argmax(-1)
 
     @torch.no_grad()
-    def queries_and_keys(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each layer's queries and keys `[B, H, T, D]`, whose products are its base logits.
-
-        For mixers with the method `heads` of `SoftmaxAttention`.
-        """
+    def heads(self, ids: Tensor) -> Iterator[tuple[Any, ...]]:
+        """What each mixer's `heads` gives, for ids `[B, T]`: queries, keys `[B, H, T, D]`, ..."""
         shared = self.shared(ids.shape[1], ids.device)
         for block, x in self._walk(ids):
             if block is not None:
                 with _precision(ids.device):
-                    q, k, _ = block.mixer.heads(block.norm(x), *shared)
-                yield q, k
+                    found = block.mixer.heads(block.norm(x), *shared)
+                yield found
 
     def _walk(self, ids: Tensor) -> Iterator[tuple[Block | None, Tensor]]:
         """Each block with its input, and None with the last one's output."""

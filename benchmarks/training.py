@@ -7,6 +7,7 @@ on from it, if it is the same run, and ends as it would have without the stop.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.decoder import Decoder
+from benchmarks.tokens import TokenFile
 from score_mods._checks import integer, number
 
 _LOGGED = 10  # steps between lines of the log
@@ -121,8 +124,8 @@ def train(
         label: beside the progress bar.
 
     Returns:
-        `loss`, the mean over the last tenth of the logged steps; `seconds` of training, the first
-        step (which compiles) apart as `first_step_seconds`.
+        `loss`, the mean over the last tenth of the logged steps; `log`, step and loss of each;
+        `seconds` of training, and of its first step, which compiles, `first_step_seconds`.
 
     Raises:
         ValueError: if the folder has the checkpoint of another run.
@@ -172,9 +175,73 @@ def train(
     last = [row["loss"] for row in log[-max(1, len(log) // 10) :]]
     return {
         "loss": sum(last) / len(last) if last else None,
+        "log": [[row["step"], row["loss"]] for row in log],
         "seconds": log[-1]["seconds"] if log else 0.0,
         "first_step_seconds": log[0]["seconds"] if log else 0.0,
     }
+
+
+def train_decoder(
+    model: Decoder,
+    data: TokenFile,
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    folder: Path,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Train a decoder on the device of the options, compiled on a GPU.
+
+    Args:
+        model: untrained; moved and trained in place.
+        data: what it is trained on.
+        options: of the command, with those of `add_training_options`.
+        settings: what tells this row from others.
+        folder: as in `train`.
+        before_step: as in `train`.
+
+    Returns:
+        `parameters`, `tokens` and `epochs` of training, and `training`, as from `train`.
+    """
+    device = torch.device(options.device)
+    model.to(device).refresh()
+    if device.type == "cuda":
+        model.compile_parts()
+    batches = data.batches(options.sequences, options.length, options.data_seed)
+
+    def loss(step: int) -> Tensor:
+        return _backward_but_last(model, batches(step).to(device), options.micro)
+
+    training = train(
+        model,
+        optimizers(model, embedding=model.embedding),
+        Schedule(options.steps),
+        loss,
+        folder=folder,
+        identity=settings,
+        before_step=before_step,
+        seconds=options.seconds,
+        label=folder.name,
+    )
+    model.refresh()
+    return {
+        "parameters": model.size.parameters,
+        "tokens": options.steps * options.sequences * options.length,
+        "epochs": data.epochs(options.sequences, options.length, options.steps),
+        "training": training,
+    }
+
+
+def _backward_but_last(model: Decoder, ids: Tensor, micro: int) -> Tensor:
+    """The loss of a batch, for all parts of which but the last `backward()` is called here."""
+    parts = ids.split(micro)
+    total = torch.zeros((), device=ids.device)
+    for place, part in enumerate(parts):
+        value = model.loss(part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
+        if place < len(parts) - 1:
+            value.backward()
+            value = value.detach()
+        total = total + value
+    return total
 
 
 def _resume(

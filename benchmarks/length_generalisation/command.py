@@ -11,44 +11,30 @@ the rows in a folder, and draws them. By default a row is 105 million tokens and
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
-
-import torch
 
 from benchmarks import tokens
 from benchmarks.length_generalisation.methods import METHODS
 from benchmarks.length_generalisation.row import run_row
 from benchmarks.length_generalisation.tables import report
-from benchmarks.tokens import Tokenizer, token_file
-from benchmarks.training import Interrupted
+from benchmarks.options import add_training_options, check_counts, in_one_line, read_data
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line; exit with status 1 and one line for bad input."""
-    parser = _parser()
     if arguments[:1] == ["table"]:
-        options = _table_parser().parse_args(arguments[1:])
-        try:
-            print(report(Path(options.folder)))
-        except (OSError, ValueError) as error:
-            parser.exit(1, f"error: {error}\n")
+        parser = _table_parser()
+        folder = Path(parser.parse_args(arguments[1:]).folder)
+        with in_one_line(parser):
+            print(report(folder))
         return
+    parser = _parser()
     options = parser.parse_args(arguments)
-    try:
+    with in_one_line(parser):
         _check(options)
-        tokenizer = Tokenizer(options.tokenizer)
-        data = token_file(
-            options.data,
-            tokenizer,
-            options.cache,
-            span=options.lengths[-1],
-            held_out=options.held_out,
-        )
+        data, tokenizer = read_data(options, options.lengths[-1])
         for method in options.method:
             print(run_row(options, method, data, tokenizer))
-    except (ImportError, OSError, TypeError, ValueError, FloatingPointError, Interrupted) as error:
-        parser.exit(1, f"error: {error}\n")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -57,10 +43,7 @@ def _check(options: argparse.Namespace) -> None:
         options.lengths = sorted({int(length) for length in options.lengths.split(",")})
     except ValueError:
         raise ValueError(f"lengths must be numbers, got {options.lengths}") from None
-    names = ("sequences", "length", "micro", "needle_sequences", "needles", "held_out")
-    for name in names:
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    check_counts(options, "needle_sequences", "needles")
     for length in options.lengths:
         if length < 1 or options.lengths[-1] % length:
             raise ValueError(
@@ -83,31 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=", ".join(METHODS),
     )
-    add("--seed", type=int, default=0, help="of the first weights")
-    add("--data-seed", type=int, default=0, help="of the order of the data")
-    add("--data", default="installed", metavar="SOURCE")
-    add("--tokenizer", default="smollm2", help="bytes, smollm2 or a folder with tokenizer.json")
-    add("--cache", default="reports/tokens", metavar="DIR", help="where token files are kept")
-    add("--out", default="reports/length_generalisation", metavar="DIR")
-    add("--steps", type=int, default=800)
-    add("--sequences", type=int, default=32, help="in a step")
-    add("--micro", type=int, default=32, help="sequences in one forward pass")
-    add("--length", type=int, default=4096, help="of a training sequence, in tokens")
+    add_training_options(
+        parser, out="reports/length_generalisation", steps=800, sequences=32, length=4096
+    )
     add("--lengths", default="4096,16384,65536", metavar="N,M,...", help="of validation")
-    add("--held-out", type=int, default=16, help="validation documents")
-    add("--width", type=int, default=384)
-    add("--layers", type=int, default=8)
-    add("--head-dim", type=int, default=64)
     add("--needle-steps", type=int, default=150, help="of fine-tuning; 0 for no needles")
     add("--needle-sequences", type=int, default=16, help="in a step of it")
     add("--needles", type=int, default=64, help="questions at each length")
-    add(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="after which to stop training, to go on later",
-    )
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 
 

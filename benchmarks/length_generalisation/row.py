@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from benchmarks.length_generalisation.methods import METHODS, TAU, build
 from benchmarks.machine import machine
 from benchmarks.mixers import ScaleInvariantAttention
 from benchmarks.needle import NeedleSample, needle_accuracy, needle_sample
+from benchmarks.options import identity
 from benchmarks.tokens import TokenFile, Tokenizer
-from benchmarks.training import Schedule, optimizers, train
+from benchmarks.training import Schedule, optimizers, train, train_decoder
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _ROWS = 64  # queries of a context whose attention is measured
@@ -49,23 +49,12 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
     trained: int = options.length
     device = torch.device(options.device)
     settings = {
-        "method": method,
-        "seed": options.seed,
-        "data_seed": options.data_seed,
-        "steps": options.steps,
-        "sequences": options.sequences,
-        "length": trained,
+        **identity(options, data, method),
         "lengths": lengths,
         "needle_steps": options.needle_steps,
-        "size": asdict(size),
-        "data": data.describe(),
     }
-
     torch.manual_seed(options.seed)
-    model = build(method, size, trained).to(device)
-    model.refresh()
-    if device.type == "cuda":
-        model.compile_parts()
+    model = build(method, size, trained)
     batches = data.batches(options.sequences, trained, options.data_seed)
     law = METHODS[method].law
 
@@ -75,30 +64,11 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
         if law == "learned":
             model.refresh()
 
-    def loss(step: int) -> Tensor:
-        return _backward_but_last(model, batches(step).to(device), options.micro)
-
-    found = optimizers(model, embedding=model.embedding)
-    training = train(
-        model,
-        found,
-        Schedule(options.steps),
-        loss,
-        folder=folder,
-        identity=settings,
-        before_step=prepare,
-        seconds=options.seconds,
-        label=f"{method}, seed {options.seed}",
-    )
-    model.refresh()
-    tokens = options.steps * options.sequences * trained
+    trained_row = train_decoder(model, data, options, settings, folder, prepare)
     row: dict[str, Any] = {
         "settings": settings,
-        "parameters": size.parameters,
-        "flops": tokens * size.flops_per_token(trained),
-        "tokens": tokens,
-        "epochs": data.epochs(options.sequences, trained, options.steps),
-        "training": training,
+        **trained_row,
+        "flops": trained_row["tokens"] * size.flops_per_token(trained),
         "validation": {n: validate(model, data.validation(n, lengths[-1])) for n in lengths},
         "attention": {n: attention(model, data.validation(n, lengths[-1])[:1]) for n in lengths},
     }
@@ -109,19 +79,6 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
     path = folder.with_suffix(".json")
     write_json(path, row)
     return path
-
-
-def _backward_but_last(model: Decoder, ids: Tensor, micro: int) -> Tensor:
-    """The loss of a batch, for all parts of which but the last `backward()` is called here."""
-    parts = ids.split(micro)
-    total = torch.zeros((), device=ids.device)
-    for place, part in enumerate(parts):
-        value = model.loss(part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
-        if place < len(parts) - 1:
-            value.backward()
-            value = value.detach()
-        total = total + value
-    return total
 
 
 @torch.no_grad()
@@ -171,8 +128,8 @@ def attention(model: Decoder, ids: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: [] for name in ("sigma", "mu", "slope", "last_share", "entropy")
     }
-    pairs = model.queries_and_keys(ids[:, :-1].to(device))
-    for block, (q, k) in zip(model.blocks, pairs, strict=True):
+    pairs = model.heads(ids[:, :-1].to(device))
+    for block, (q, k, *_) in zip(model.blocks, pairs, strict=True):
         mods = {"own": block.mixer.mechanism()}
         measured = measure(q[:, :, rows.to(device)], k, mods, q_positions=rows)
         own = measured.mechanisms["own"]
@@ -195,7 +152,7 @@ def _measure_law(model: Decoder, ids: Tensor) -> None:
     """Tell each head of scale-invariant attention the sigma and mu of its logits."""
     length = ids.shape[1]
     rows = torch.linspace(length // 2, length - 1, min(_ROWS, length // 2)).long().unique()
-    for block, (q, k) in zip(model.blocks, list(model.queries_and_keys(ids)), strict=True):
+    for block, (q, k, *_) in zip(model.blocks, list(model.heads(ids)), strict=True):
         assert isinstance(block.mixer, ScaleInvariantAttention)
         base = measure(q[:, :, rows.to(q.device)], k, {}, q_positions=rows).base
         block.mixer.set_law(base.sigma.to(q.device), base.mu.to(q.device))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import length_generalisation as benchmark
+from benchmarks import training
 from benchmarks.decoder import Decoder, Size
 from benchmarks.length_generalisation import row as rows
 from benchmarks.length_generalisation.methods import METHODS, build
@@ -131,7 +132,7 @@ def test_loss_and_attention_are_those_of_the_model():
     assert found["by_position"][1] == pytest.approx(losses[:, edges[1] : edges[2]].mean().item())
 
     measured = rows.attention(model, ids[:1])
-    (q, k) = next(iter(model.queries_and_keys(ids[:1, :-1])))
+    q, k, _ = next(iter(model.heads(ids[:1, :-1])))
     at = torch.linspace(150, 299, 64).long().unique()
     scores = (q[0] @ k[0].mT / 4)[0, at].double()
     parts = [row[1:i] for i, row in zip(at.tolist(), scores, strict=True)]  # no first, no own key
@@ -154,7 +155,7 @@ def test_micro_batches_are_one_batch():
     gradients = []
     for micro in (1, 2, 5):
         model.zero_grad()
-        loss = rows._backward_but_last(model, ids, micro)
+        loss = training._backward_but_last(model, ids, micro)
         loss.backward()
         gradients.append([loss.detach(), *(x.grad.clone() for x in model.parameters())])
     for other in gradients[:2]:
