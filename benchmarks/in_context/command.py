@@ -5,7 +5,7 @@
 
 The first makes a row, or several, and writes OUT/METHOD-SEED.json; a row that was stopped goes on
 where it was. The second prints the table of the rows in a folder, and draws them. Equal horizons
-start all gates alike; spread ones start with every decade of distances between them getting the
+start all gates alike; spread ones start with every octave of distances between them getting the
 same share of a layer's attention (`analysis.gates`).
 """
 

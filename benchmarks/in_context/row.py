@@ -77,8 +77,7 @@ def run_row(options: Namespace, method: str, data: TokenFile) -> Path:
     row["tokens_per_second"] = (options.steps - 1) * per_step / later if later else None
     row["validation"] = validate(model, held_out)
     if before is not None:
-        decades = before["edges"]
-        theory = gated_shares(starting_horizons(size.heads, horizons), decades)
+        theory = gated_shares(starting_horizons(size.heads, horizons), before["edges"])
         after = gates(model, held_out[:1])
         row["gates"] = {"theory": theory.mean(0).tolist(), "before": before, "after": after}
     row["machine"] = machine(options.device)
@@ -104,21 +103,21 @@ def gates(model: Decoder, ids: Tensor) -> dict[str, Any]:
         ids: token ids `[1, T + 1]`.
 
     Returns:
-        `edges` of the decades up to T/2; by layer and head `shares`, the mean share of a row's
+        `edges` of the octaves up to T/2; by layer and head `shares`, the mean share of a row's
         attention in each, and `negentropy`, the mean of sum p log p over its keys, p their share
         of the row's attention; `slope`, of the logarithm of the share, in the mean over heads and
-        layers, in ln t from 10 tokens on.
+        layers, in ln t from 8 tokens on.
     """
     length = ids.shape[1] - 1
     device = model.head.weight.device
     at = torch.linspace(length // 2, length - 1, min(_ROWS, length // 2)).long().unique()
-    edges = [1]
-    while edges[-1] * 10 <= length // 2:
-        edges.append(edges[-1] * 10)
+    edges = [2**octave for octave in range((length // 2).bit_length())]
     found: dict[str, Any] = {"edges": edges, "shares": [], "negentropy": []}
     for q, k, _, log_g in model.heads(ids[:, :-1].to(device)):
         mods = {"power": sm.power(2, log_g)}
-        rows = measure(q[:, :, at.to(device)], k, mods, q_positions=at).mechanisms["power"]
+        rows = measure(q[:, :, at.to(device)], k, mods, q_positions=at, edges=edges).mechanisms[
+            "power"
+        ]
         ranges = rows.ranges(edges)
         total = rows.log_total[..., None]
         share = (ranges.log_z - total).exp()
@@ -130,9 +129,9 @@ def gates(model: Decoder, ids: Tensor) -> dict[str, Any]:
 
 
 def _slope(edges: list[int], shares: Tensor) -> float | None:
-    """Least-squares slope of ln share in ln t, over decades from 10 tokens on; None below two."""
+    """Least-squares slope of ln share in ln t, over octaves from 8 tokens on; None below two."""
     t = torch.tensor([(a * b) ** 0.5 for a, b in pairwise(edges)], dtype=torch.float64)
-    chosen = (t > 10) & (shares > 0)
+    chosen = (t > 8) & (shares > 0)
     if chosen.sum() < 2:
         return None
     x, y = t[chosen].log(), shares[chosen].log()

@@ -85,7 +85,7 @@ def _costs(row: Row) -> tuple[list[float], list[float]]:
 
 
 def _draw_gates(rows: dict[str, Row], folder: Path) -> list[str]:
-    """Attention by decade before and after training: lines are what the gates alone give."""
+    """Attention by octave before and after training: lines are what the gates alone give."""
     gated = {key: row for key, row in rows.items() if "gates" in row}
     if not gated:
         return []
@@ -99,7 +99,7 @@ def _draw_gates(rows: dict[str, Row], folder: Path) -> list[str]:
             }
             starts = found["before"]["edges"][:-1]
             total_attention(ax, starts, measured, {"before": np.log(found["theory"])})
-            ax.set(title=key, ylabel="log share of attention")
+            ax.set(title=key, yscale="linear", ylabel="log share of attention")
         names = ("before", "after")
         legend(axes[0, 0], names, columns=4, theory="gates alone", measured="measured")
     return [name]

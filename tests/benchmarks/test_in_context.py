@@ -1,0 +1,179 @@
+"""Whole rows at toy size, what they say of the gates, and the table made of them."""
+
+import json
+
+import pytest
+import torch
+
+import score_mods as sm
+from benchmarks import in_context as benchmark
+from benchmarks.decoder import Size
+from benchmarks.in_context import row as rows
+from benchmarks.recurrent_mixers import equal_window
+
+LENGTH = 128
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(60):
+        text = "".join(f"line {j} of {i}: {'abcdefg'[j % 7] * (i % 5 + 1)}\n" for j in range(20))
+        (folder / f"document{i}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def command(data, tmp_path):
+    """Run the benchmark at toy size; returns the rows by name of their file."""
+
+    def run(*methods, horizons=(4, 64), **changed):
+        options = {
+            "data": data,
+            "tokenizer": "bytes",
+            "cache": tmp_path / "tokens",
+            "out": tmp_path / "out",
+            "steps": 12,
+            "sequences": 2,
+            "length": LENGTH,
+            "held-out": 2,
+            "width": 32,
+            "layers": 1,
+            "head-dim": 16,
+            "device": "cpu",
+            **changed,
+        }
+        arguments = [x for name, value in options.items() for x in (f"--{name}", str(value))]
+        spread = ["--horizons", *map(str, horizons)]
+        benchmark.main(["--method", *methods, *spread, *arguments])
+        return {
+            path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")
+        }
+
+    return run
+
+
+def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
+    made = command("softmax", "window", "linear", "power")
+    made = command("power", horizons=(16, 16))
+    names = {"softmax-0", "window-0", "linear-4-64-0", "power-4-64-0", "power-16-16-0"}
+    assert set(made) == names
+    for name, row in made.items():
+        assert row["tokens"] == 12 * 2 * LENGTH
+        assert [step for step, _ in row["training"]["log"]] == [0, 10, 11]
+        assert row["tokens_per_second"] > 0
+        assert row["validation"]["edges"][-1] == LENGTH
+        assert ("gates" in row) == name.startswith("power")
+    capsys.readouterr()
+    benchmark.main(["table", str(tmp_path / "out")])
+    lines = capsys.readouterr().out.splitlines()
+    for name, row in made.items():
+        line = next(line for line in lines if line.startswith(f"| `{name}` |"))
+        assert f"{row['validation']['loss']:.3f}" in line
+    for name in ("table.md", "in_context.png", "gates.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 200
+
+
+def test_flops_are_weights_and_mixing(command):
+    """6 a weight; and forward and twice backward, 2 products of D with each visible key."""
+    made = command("softmax")["softmax-0"]
+    weights = 12 * 32**2 + 256 * 32
+    mixing = 2 * 3 * 2 * 2 * 16 * sum(range(1, LENGTH + 1)) / LENGTH  # 2 heads
+    assert made["flops_per_token"] == pytest.approx(6 * weights + mixing)
+
+
+def test_the_window_sees_as_many_keys_as_the_state_has_numbers():
+    model = rows.build("window", Size(50, width=32, layers=1, head_dim=16), (4, 64))
+    mask = model.blocks[0].mixer.mask_mod
+    width = equal_window(16)
+    seen = mask(torch.tensor(0), torch.tensor(0), torch.tensor(5 * width), torch.arange(6 * width))
+    assert seen.nonzero()[:, 0].tolist() == list(range(4 * width + 1, 5 * width + 1))
+
+
+def test_gates_are_measured_as_attention_by_hand():
+    torch.manual_seed(0)
+    model = rows.build("power", Size(50, width=32, layers=2, head_dim=16), (4, 64))
+    for block in model.blocks:
+        torch.nn.init.normal_(block.mixer.gate.weight, std=0.2)
+    ids = torch.randint(50, (1, 201))
+    found = rows.gates(model, ids)
+    assert found["edges"] == [1, 2, 4, 8, 16, 32, 64]
+    q, k, _, log_g = next(iter(model.heads(ids[:, :-1])))
+    at = torch.linspace(100, 199, 64).long().unique()
+    summed = log_g[0, 1].double().cumsum(0)
+    shares, negentropies = [], []
+    for i in at.tolist():
+        weight = (q[0, 1, i] @ k[0, 1, : i + 1].T / 4).double() ** 2
+        weight = weight * (summed[i] - summed[: i + 1]).exp()
+        p = (weight / weight.sum()).flip(0)  # by distance
+        shares.append(p[8:16].sum())
+        negentropies.append(torch.special.xlogy(p[8:16], p[8:16]).sum())
+    assert found["shares"][0][1][3] == pytest.approx(torch.stack(shares).mean().item(), rel=1e-4)
+    negentropy = torch.stack(negentropies).mean().item()
+    assert found["negentropy"][0][1][3] == pytest.approx(negentropy, rel=1e-4)
+
+
+def test_a_spread_of_horizons_starts_level_and_one_horizon_does_not():
+    """The slope over octaves: 0 for 1/t, where the gates alone decide."""
+    torch.manual_seed(0)
+    size, slopes = Size(50, width=128, layers=1, head_dim=16), {}
+    ids = torch.randint(50, (1, 1025))
+    for horizons in ((2.0, 2048.0), (256.0, 256.0)):
+        slopes[horizons] = rows.gates(rows.build("power", size, horizons), ids)["slope"]
+    assert abs(slopes[2.0, 2048.0]) < 0.15
+    assert slopes[256.0, 256.0] > 0.5
+    layer = rows.build("power", size, (2.0, 2048.0)).blocks[0].mixer
+    started = 1 / (1 - layer.gate.bias.double().sigmoid())
+    wanted = rows.starting_horizons(8, (2.0, 2048.0))
+    torch.testing.assert_close(started.detach(), wanted, rtol=1e-4, atol=0)
+
+
+def test_the_slope_is_that_of_a_power_law():
+    edges = [1, 2, 4, 8, 16, 32]
+    assert rows._slope(edges, torch.tensor(edges[:-1]).double() ** -0.7) == pytest.approx(-0.7)
+    assert rows._slope([1, 2, 4], torch.ones(2)) is None
+
+
+def test_mechanisms_are_causal():
+    size = Size(50, width=32, layers=2, head_dim=16)
+    for method in rows.METHODS:
+        model = rows.build(method, size, (4, 64))
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=0.2)
+        ids = torch.randint(50, (1, 300))
+        changed = ids.clone()
+        changed[0, 200:] = (changed[0, 200:] + 1) % 50
+        one, two = model.hidden(ids), model.hidden(changed)
+        torch.testing.assert_close(one[:, :200], two[:, :200], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(one[:, 200:], two[:, 200:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"horizons": (1, 64)}, "horizons must be two finite numbers above 1"),
+        ({"sequences": 0}, "sequences must be at least 1"),
+        ({"data": "/nowhere"}, "data must be installed"),
+    ],
+)
+def test_refuses_in_one_line(command, capsys, changed, words):
+    with pytest.raises(SystemExit) as stopped:
+        command("power", **changed)
+    assert stopped.value.code == 1
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_attention_is_that_of_the_score_mod():
+    """The mixer beside the score_mod by which its attention is measured."""
+    model = rows.build("power", Size(50, width=32, layers=1, head_dim=16), (4, 64))
+    ids = torch.randint(50, (1, 150))
+    q, k, v, log_g = next(iter(model.heads(ids)))
+    layer = model.blocks[0].mixer
+    torch.nn.init.normal_(layer.o_proj.weight, std=0.2)
+    want = sm.dense_attention(q, k, v, sm.power(2, log_g), sm.causal)
+    x = model.norm(model.norm(model.embedding(ids)))
+    got = layer(x, *model.shared(150, torch.device("cpu")))
+    torch.testing.assert_close(
+        got, layer.o_proj(want.transpose(1, 2).flatten(2)), atol=1e-4, rtol=1e-3
+    )
