@@ -3,7 +3,15 @@
 import sys
 from importlib import import_module
 
-NAMES = ("extension", "in_context", "length_generalisation", "power", "readme", "score_mods")
+NAMES = (
+    "continued_pretraining",
+    "extension",
+    "in_context",
+    "length_generalisation",
+    "power",
+    "readme",
+    "score_mods",
+)
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:

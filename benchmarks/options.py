@@ -57,6 +57,21 @@ def check_counts(options: argparse.Namespace, *names: str) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
 
 
+def lengths_of(written: str) -> list[int]:
+    """The lengths that are written N,M,..., rising.
+
+    Raises:
+        ValueError: if they are no numbers, or one is not a divisor of the longest.
+    """
+    try:
+        lengths = sorted({int(length) for length in written.split(",")})
+    except ValueError:
+        raise ValueError(f"lengths must be numbers, got {written}") from None
+    if lengths[0] < 1 or any(lengths[-1] % length for length in lengths):
+        raise ValueError(f"lengths must be positive divisors of the longest, got {lengths}")
+    return lengths
+
+
 def read_data(options: argparse.Namespace, span: int) -> tuple[TokenFile, Tokenizer]:
     """The data and its tokenizer, with validation documents of more than `span` tokens."""
     tokenizer = Tokenizer(options.tokenizer)

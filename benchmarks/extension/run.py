@@ -99,7 +99,7 @@ def prepare(options: argparse.Namespace) -> Run:
             raise ValueError(f"model {options.model} caps its logits ({name}), which is not done")
     model.to(options.device)
     length = options.trained or model.config.max_position_embeddings
-    trained = Trained(*plain_rope(model), length)
+    trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)
 
     measured = any(setting.score == "scale_invariant" for setting in settings)
     rest = _CALIBRATION_TEXTS * length if measured else 0

@@ -5,12 +5,14 @@ A setting is written NAME or NAME:OPTION=VALUE,..., and settings are separated b
     rope,ntk*2,logn_ntk,scale_invariant:tau=1000/3000,sigma=head,rotary=ntk*1.5,part=bias
 
 An option with several values, separated by slashes, stands for as many settings. NAME is a
-mechanism (`logn`, `ssmax`, `infoscale`, `scale_invariant`; `logn_ntk` is logn:rotary=ntk) or,
-where scores are left as they are, a scheme of positions (`rope` is the model as it comes).
+mechanism (`logn`, `ssmax`, `infoscale`, `alibi`, `scale_invariant`; `logn_ntk` is
+logn:rotary=ntk) or, where scores are left as they are, a scheme of positions (`rope` is the model
+as it comes).
 `recent` is the model as it comes, reading the end of the context alone, as many tokens as it was
 trained on: what every extension has to beat. Options:
 
-    rotary=SCHEME     positions, ntk for scale_invariant and rope for the others
+    rotary=SCHEME     positions; by default ntk for scale_invariant, none (p_rope*0) for alibi,
+                      rope for the others
     factor=NUMBER     wanted length over trained length; by default that of each context
     tau, sigma, mu=on/off, part, sinks
                       of scale_invariant, as in `analysis.calibration.extend`, with its defaults
@@ -49,11 +51,12 @@ _STREAMING_SINKS = 4
 
 
 class Trained(NamedTuple):
-    """What a model was trained with: channels of a head, base of RoPE, tokens of a context."""
+    """What a model was trained with: channels of a head, base of RoPE, tokens, query heads."""
 
     head_dim: int
     base: float
     length: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ SCORES: dict[str, Callable[[Trained], Mod | None]] = {
     "logn": lambda trained: sm.logn(trained.length),
     "ssmax": lambda trained: sm.ssmax(1 / math.log(trained.length)),
     "infoscale": lambda trained: sm.infoscale(trained.length, trained.head_dim),
+    "alibi": lambda trained: sm.alibi(trained.heads),
     "scale_invariant": lambda trained: None,  # made of a calibration, by layer
 }
 
@@ -247,7 +251,7 @@ def _named(name: str) -> Setting:
     if name == "logn_ntk":
         return Setting("logn", "ntk")
     if name in SCORES and name != "none":
-        return Setting(name, "ntk" if name == "scale_invariant" else "rope")
+        return Setting(name, {"scale_invariant": "ntk", "alibi": "p_rope*0"}.get(name, "rope"))
     if name.partition("*")[0] not in POSITIONS:
         raise ValueError(f"mods: expected some of {', '.join(NAMES)}, got {name!r}")
     return Setting(rotary=_value(name, "rotary", name))
@@ -275,7 +279,7 @@ def _scheme(written: str) -> tuple[str, float | None]:
 
 def _rotary(written: str) -> str:
     name, number = _scheme(written)
-    POSITIONS[name][1](Trained(64, 10000.0, 8192), 8.0, number)  # raises if it is out of range
+    POSITIONS[name][1](Trained(64, 10000.0, 8192, 1), 8.0, number)  # raises if it is out of range
     default = POSITIONS[name][0]
     return name if number == default else f"{name}*{number:g}"
 

@@ -17,7 +17,13 @@ from benchmarks import tokens
 from benchmarks.length_generalisation.methods import METHODS
 from benchmarks.length_generalisation.row import run_row
 from benchmarks.length_generalisation.tables import report
-from benchmarks.options import add_training_options, check_counts, in_one_line, read_data
+from benchmarks.options import (
+    add_training_options,
+    check_counts,
+    in_one_line,
+    lengths_of,
+    read_data,
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -31,24 +37,11 @@ def main(arguments: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     with in_one_line(parser):
-        _check(options)
+        options.lengths = lengths_of(options.lengths)
+        check_counts(options, "needle_sequences", "needles")
         data, tokenizer = read_data(options, options.lengths[-1])
         for method in options.method:
             print(run_row(options, method, data, tokenizer))
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Turn the lengths into numbers; raise ValueError for what does not fit together."""
-    try:
-        options.lengths = sorted({int(length) for length in options.lengths.split(",")})
-    except ValueError:
-        raise ValueError(f"lengths must be numbers, got {options.lengths}") from None
-    check_counts(options, "needle_sequences", "needles")
-    for length in options.lengths:
-        if length < 1 or options.lengths[-1] % length:
-            raise ValueError(
-                f"lengths must be positive divisors of the longest, got {options.lengths}"
-            )
 
 
 def _parser() -> argparse.ArgumentParser:

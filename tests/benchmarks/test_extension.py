@@ -29,7 +29,7 @@ from benchmarks.extension.settings import (  # noqa: E402
 from benchmarks.extension.texts import Text, read  # noqa: E402
 
 L0 = 256  # tokens that the model counts as trained on
-TRAINED = Trained(16, 10000.0, L0)
+TRAINED = Trained(16, 10000.0, L0, 2)
 
 
 def llama():

@@ -1,0 +1,156 @@
+"""One row: swap a model's attention, validate it, train it on, and validate it again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from analysis.calibration import plain_rope
+from analysis.huggingface import load
+from benchmarks.extension.rows import Calibrations, digest, write_json
+from benchmarks.extension.scores import token_losses
+from benchmarks.extension.settings import Setting, Trained
+from benchmarks.machine import machine
+from benchmarks.tokens import TokenFile
+from benchmarks.training import Schedule, train
+
+LAST = 1024  # tokens at the end of a context whose loss is given by itself
+_AT_ONCE = 2048  # tokens whose logits exist at once
+_CALIBRATION_TEXTS = 2
+
+
+def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
+    """Make a row and write its JSON.
+
+    Args:
+        options: of the command.
+        setting: how the model attends.
+        data: in the model's tokens.
+
+    Returns:
+        The file.
+    """
+    began = time.perf_counter()
+    device = torch.device(options.device)
+    settings = {
+        "label": setting.label,
+        "setting": asdict(setting),
+        **{name: getattr(options, name) for name in ("model", "gguf", "trained", "steps", "rate")},
+        **{name: getattr(options, name) for name in ("sequences", "length", "data_seed")},
+        "lengths": options.lengths,
+        "data": data.describe(),
+    }
+    name = re.sub(r"[^\w.=*-]+", "_", setting.label)[:80]
+    folder = Path(options.out) / f"{name}-{digest(settings)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    model, _ = load(options.model, options.gguf)
+    model.to(device)
+    length = options.trained or model.config.max_position_embeddings
+    trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)
+    batches = data.batches(options.sequences, options.length, options.data_seed)
+    calibrations = _calibrations(model, data, length, folder, settings)
+
+    def apply(context: int) -> None:
+        impl = "flex" if device.type == "cuda" else "dense"
+        setting.apply(model, context, trained, calibrations, impl=impl)
+
+    def validated() -> dict[int, dict[str, float]]:
+        found = {}
+        for context in options.lengths:
+            apply(context)
+            found[context] = validate(model, data.validation(context, options.lengths[-1]))
+        return found
+
+    row: dict[str, Any] = {"settings": settings, "before": validated()}
+    if options.steps:
+        apply(options.length)
+        row["training"] = train(
+            model.train(),
+            [torch.optim.AdamW(model.parameters(), options.rate, (0.9, 0.95), weight_decay=0.0)],
+            Schedule(options.steps, warmup=options.steps // 10, cooldown=0.5),
+            lambda step: loss_of_batch(model, batches(step).to(device), options.micro),
+            folder=folder,
+            identity=settings,
+            seconds=options.seconds,
+            label=setting.label,
+        )
+        model.eval()
+        row["tokens"] = options.steps * options.sequences * options.length
+        row["after"] = validated()
+    row["machine"] = machine(device)
+    row["seconds"] = time.perf_counter() - began
+    path = folder.parent / f"{folder.name}.json"
+    write_json(path, row)
+    return path
+
+
+def _calibrations(
+    model: Any, data: TokenFile, length: int, folder: Path, settings: dict[str, Any]
+) -> Calibrations:
+    """Measured on training text before training, once for each scheme of positions."""
+    texts = data.batches(_CALIBRATION_TEXTS, length, seed=1)(0)[:, :-1]
+    seen = hashlib.sha256(texts.numpy().tobytes()).hexdigest()
+    identity = {"model": settings["model"], "gguf": settings["gguf"], "texts": seen}
+    return Calibrations(model, list(texts[:, None]), folder / "calibrations", identity)
+
+
+def loss_of_batch(model: Any, ids: Tensor, micro: int) -> Tensor:
+    """The loss of a batch, for all parts of which but the last `backward()` is called here.
+
+    Logits over the vocabulary exist for 2,048 tokens at a time, and are made again in the backward
+    pass. On a GPU the model computes in bfloat16 by autocast.
+
+    Args:
+        model: a Hugging Face causal language model whose logits are its head's output.
+        ids: token ids `[N, T + 1]`.
+        micro: sequences in one forward pass.
+
+    Returns:
+        The mean loss in nats a token, with the graph of the last part.
+    """
+    total = torch.zeros((), device=ids.device)
+    parts = ids.split(micro)
+    head = model.get_output_embeddings()
+
+    def piece(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(x).float(), targets, reduction="sum")
+
+    for place, part in enumerate(parts):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            hidden = model.base_model(input_ids=part[:, :-1], use_cache=False).last_hidden_state
+            rows = hidden.flatten(0, 1).split(_AT_ONCE)
+            targets = part[:, 1:].flatten().split(_AT_ONCE)
+            pairs = zip(rows, targets, strict=True)
+            value = sum(checkpoint(piece, *pair, use_reentrant=False) for pair in pairs)
+        value = value / ids[:, 1:].numel()
+        if place < len(parts) - 1:
+            value.backward()
+            value = value.detach()
+        total = total + value
+    return total
+
+
+def validate(model: Any, ids: Tensor) -> dict[str, float]:
+    """The loss on held-out contexts.
+
+    Args:
+        model: as in `loss_of_batch`.
+        ids: token ids `[N, T + 1]`.
+
+    Returns:
+        `loss` and `last`, nats a token over the contexts and over their last 1,024 tokens.
+    """
+    device = model.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        losses = torch.stack([token_losses(model, row) for row in ids]).double()
+    return {"loss": losses.mean().item(), "last": losses[:, -LAST:].mean().item()}

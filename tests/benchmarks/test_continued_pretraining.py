@@ -1,0 +1,182 @@
+"""Rows of a random Llama that reads bytes, what they hold, and the table made of them."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from benchmarks import continued_pretraining as benchmark  # noqa: E402
+from benchmarks.continued_pretraining import command as commands  # noqa: E402
+from benchmarks.continued_pretraining import row as rows  # noqa: E402
+from benchmarks.extension.settings import parse  # noqa: E402
+
+TRAINED = 256
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=TRAINED,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The model with its tokenizer, and documents."""
+    made = tmp_path_factory.mktemp("continued")
+    llama().save_pretrained(made / "model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    encoder = Tokenizer(models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder)
+    fast.save_pretrained(made / "model")
+    (made / "data").mkdir()
+    for i in range(60):
+        text = "".join(f"line {j} of {i}: {'abcdefg'[j % 7] * (i % 5 + 1)}\n" for j in range(50))
+        (made / "data" / f"document{i}.txt").write_text(text)
+    return made
+
+
+@pytest.fixture
+def command(folder, tmp_path):
+    """Run the benchmark at toy size; returns the rows by label."""
+
+    def run(mods, **changed):
+        options = {
+            "model": folder / "model",
+            "data": folder / "data",
+            "cache": tmp_path / "tokens",
+            "out": tmp_path / "out",
+            "steps": 4,
+            "rate": 1e-2,
+            "sequences": 2,
+            "micro": 1,
+            "length": 64,
+            "lengths": "64,256,512",
+            "held-out": 2,
+            "device": "cpu",
+            **changed,
+        }
+        arguments = [x for name, value in options.items() for x in (f"--{name}", str(value))]
+        benchmark.main(["--mods", mods, *arguments])
+        made = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")]
+        return {row["settings"]["label"]: row for row in made}
+
+    return run
+
+
+def test_the_settings_are_table_4s_and_the_measured_law():
+    """Table 4 of arXiv 2505.17083 has ten; two more with a measured law."""
+    found = parse(commands.MODS)
+    assert len(found) == 12
+    assert [x.label for x in found[:3]] == ["rope", "p_rope", "p_rope*0"]
+    paper, *measured = (x for x in found if x.score == "scale_invariant")
+    assert (paper.tau, paper.sigma, paper.mu, paper.sinks) == (10.0, 1.0, False, 0)
+    assert [(x.tau, x.sigma, x.mu) for x in measured] == [
+        (10.0, "head", True),
+        (3000.0, "head", True),
+    ]
+
+
+def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
+    made = command("rope,alibi,scale_invariant:rotary=p_rope,tau=10")
+    assert len(made) == 3
+    for row in made.values():
+        assert row["tokens"] == 4 * 2 * 64
+        assert list(row["before"]) == list(row["after"]) == ["64", "256", "512"]
+        assert row["after"]["64"]["loss"] < row["before"]["64"]["loss"]
+    made = command("rope", steps=0)
+    capsys.readouterr()
+    benchmark.main(["table", str(tmp_path / "out")])
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| `")]
+    assert len(lines) == 4
+    zero = next(line for line in lines if line.startswith("| `rope` | 0 |"))
+    assert [x.strip() for x in zero.split("|")[6:-1]] == ["", "", "", "+0.000"]
+    for name in ("table.md", "loss_by_length.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 200
+
+
+def test_before_is_the_models_own_loss(command, folder, tmp_path):
+    """Of the untouched model, by its own forward pass over the held-out contexts."""
+    row = command("rope", steps=0)["rope"]
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    data = commands.token_file(
+        str(folder / "data"),
+        commands.Tokenizer(str(folder / "model")),
+        tmp_path / "tokens",
+        span=512,
+        held_out=2,
+    )
+    ids = data.validation(256, 512)
+    with torch.no_grad():
+        losses = F.cross_entropy(
+            model(ids[:, :-1]).logits.transpose(1, 2), ids[:, 1:], reduction="none"
+        )
+    assert row["before"]["256"]["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+
+
+def test_the_loss_of_a_batch_is_the_models_and_so_are_its_gradients():
+    model, ids = llama(), torch.randint(256, (3, 40))
+    want = model(ids[:, :-1], labels=None).logits
+    want = F.cross_entropy(want.flatten(0, 1), ids[:, 1:].flatten())
+    expected = torch.autograd.grad(want, list(model.parameters()))
+    for micro in (1, 2, 3):
+        model.zero_grad()
+        loss = rows.loss_of_batch(model, ids, micro)
+        loss.backward()
+        torch.testing.assert_close(loss, want)
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
+    mods = "scale_invariant:rotary=ntk,tau=30"
+    (whole,) = command(mods, steps=6).values()
+    (tmp_path / "out").rename(tmp_path / "whole")
+    real, calls = rows.validate, []
+
+    def interrupted(*args):
+        calls.append(args)
+        return real(*args) if len(calls) <= 3 else 1 / 0
+
+    monkeypatch.setattr(rows, "validate", interrupted)
+    with pytest.raises(ZeroDivisionError):
+        command(mods, steps=6)
+    monkeypatch.undo()
+    (again,) = command(mods, steps=6).values()
+    assert again["after"] == whole["after"]
+    assert again["before"] == whole["before"]
+
+
+@pytest.mark.parametrize(
+    ("mods", "changed", "words"),
+    [
+        ("recent", {}, "mods: recent is no way to attend"),
+        ("nothing", {}, "mods: expected some of"),
+        ("rope", {"lengths": "64,100"}, "lengths must be positive divisors"),
+        ("rope", {"rate": -1}, "rate must be positive"),
+        ("rope", {"steps": -1}, "steps"),
+        ("rope", {"model": "/nowhere"}, "tokenizer must be"),
+        ("rope", {"seconds": 0}, "run again to go on"),
+    ],
+)
+def test_refuses_in_one_line(command, capsys, mods, changed, words):
+    with pytest.raises(SystemExit) as stopped:
+        command(mods, **changed)
+    assert stopped.value.code == 1
+    assert words in capsys.readouterr().err.splitlines()[-1]
