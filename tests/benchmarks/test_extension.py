@@ -208,6 +208,15 @@ def test_temperatures_are_one_at_the_trained_length(name, at_four_times, below):
     assert got.tolist() == pytest.approx([below, 1.0, at_four_times])
 
 
+def test_alibi_has_the_models_heads_and_no_other_positions():
+    (setting,) = parse("alibi")
+    at = torch.tensor([0, 5])
+    zero = torch.tensor(0)
+    got = SCORES["alibi"](TRAINED)(torch.ones(2, dtype=torch.float64), zero, at * 0 + 1, at, zero)
+    assert got.tolist() == pytest.approx([1.0, 1 - 5 * 2**-8])  # the second head of two
+    assert not setting.positions(4 * L0, TRAINED).frequencies.any()
+
+
 def rotated_scores(q, k, distance):
     """Scores of unrotated queries and keys as if `distance` `[T, T]` apart, from complex pairs."""
     z_q, z_k = (torch.complex(x[..., :8], x[..., 8:]) for x in (q, k))
@@ -538,7 +547,7 @@ def test_a_strong_first_key_is_no_part_of_the_farthest_decade():
         (["--lengths", "100"], "lengths: expected at least 256 tokens, got 100"),
         (["--lengths", "700"], "span must be at least 700, got 600"),
         (["--starts", "0"], "starts must be at least 1, got 0"),
-        (["--mods", "alibi"], "mods: expected some of"),
+        (["--mods", "sandwich"], "mods: expected some of"),
         (["--span", "60000"], "text count: the text has"),
         (["--model", "/nowhere"], "model: /nowhere is neither a folder nor a .gguf file"),
         (["--device", "tpu"], "device: expected cpu or cuda, got 'tpu'"),
