@@ -68,7 +68,46 @@ def _power(results: str) -> str:
     return _markdown([header, *cells])
 
 
-TABLES: dict[str, Callable[[str], str]] = {"score_mods": _score_mods, "power": _power}
+def _quality(results: str) -> str:
+    """The experiments, and the tables of those that RESULTS.md has a section of."""
+    there = [name for name in EXPERIMENTS if f"\n## {name}\n" in results]
+    rows = [
+        [f"`{name} {option}`", asked, "below" if name in there else "not yet"]
+        for name, (option, asked) in EXPERIMENTS.items()
+    ]
+    overview = _markdown([["`python -m benchmarks ...`", "what it asks", "measured"], *rows])
+    return "\n\n".join(
+        [overview, *(f"`{name}`:\n\n{_markdown(_table(results, name))}" for name in there)]
+    )
+
+
+# The option that names what a row is of, and what is asked.
+EXPERIMENTS = {
+    "length_generalisation": (
+        "--method NAME",
+        "small decoders trained at 4k by each method of the paper's Table 1: loss and needles at "
+        "4k, 16k, 64k",
+    ),
+    "extension": (
+        "--mods NAME,...",
+        "a trained model's loss and needles in contexts longer than its own, without training",
+    ),
+    "continued_pretraining": (
+        "--mods NAME,...",
+        "a pretrained model whose attention is swapped, before and after some hundred steps "
+        "(Table 4)",
+    ),
+    "in_context": (
+        "--method NAME",
+        "power, linear, windowed and softmax attention at 16k: loss by position and by FLOPs, and "
+        "what gates learn",
+    ),
+}
+TABLES: dict[str, Callable[[str], str]] = {
+    "score_mods": _score_mods,
+    "power": _power,
+    "quality": _quality,
+}
 
 
 def _table(results: str, section: str, heading: str = "") -> Table:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.readme import README, RESULTS, TABLES, filled
+from benchmarks.readme import EXPERIMENTS, README, RESULTS, ROOT, TABLES, filled
 
 
 def test_readme_is_what_the_command_writes():
@@ -12,7 +12,7 @@ def test_readme_is_what_the_command_writes():
     assert filled(readme, RESULTS.read_text()) == readme
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", ["score_mods", "power"])
 def test_a_changed_result_changes_the_readme(name):
     readme, results = README.read_text(), RESULTS.read_text()
     made = TABLES[name](results)
@@ -33,3 +33,17 @@ def test_missing_markers_and_tables_are_errors():
         filled("no markers", RESULTS.read_text())
     with pytest.raises(ValueError, match="must have a table in score_mods"):
         filled(README.read_text(), "no tables")
+
+
+def test_an_experiment_is_shown_once_it_is_measured():
+    results = RESULTS.read_text()
+    section = "\n## in_context\n\nOn a GPU.\n\n| | loss |\n|---|---|\n| `power-0` | 1.234 |\n"
+    before, after = TABLES["quality"](results), TABLES["quality"](results + section)
+    assert "1.234" not in before
+    assert "| `power-0` | 1.234 |" in after
+    assert after.count("not yet") == before.count("not yet") - 1
+
+
+def test_every_experiment_is_a_benchmark():
+    for name in EXPERIMENTS:
+        assert (ROOT / "benchmarks" / name / "__init__.py").is_file()
