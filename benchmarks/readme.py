@@ -75,7 +75,8 @@ def _quality(results: str) -> str:
         [f"`{name} {option}`", asked, "below" if name in there else "not yet"]
         for name, (option, asked) in EXPERIMENTS.items()
     ]
-    overview = _markdown([["`python -m benchmarks ...`", "what it asks", "measured"], *rows])
+    header = ["`python -m benchmarks ...`", "what it asks", "measured"]
+    overview = _markdown([header, *rows], rule="---")
     return "\n\n".join(
         [overview, *(f"`{name}`:\n\n{_markdown(_table(results, name))}" for name in there)]
     )
@@ -122,10 +123,10 @@ def _table(results: str, section: str, heading: str = "") -> Table:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: Table, rule: str = "---:") -> str:
     header, *rows = table
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+    rules = ["---", *[rule] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rules, *rows))
 
 
 def _both(cell: str) -> float:
