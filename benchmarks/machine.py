@@ -1,13 +1,28 @@
-"""What a figure was measured on."""
+"""What a figure is measured on."""
 
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: if there is none here.
+    """
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device must be cpu or cuda, got {name}")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be cpu on this machine, which has no CUDA device")
+    return device
 
 
 def machine(device: torch.device | str) -> dict[str, str]:

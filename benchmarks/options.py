@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.decoder import Size
+from benchmarks.machine import device_of
 from benchmarks.tokens import TokenFile, Tokenizer, token_file
 from benchmarks.training import Interrupted
 
@@ -51,7 +52,8 @@ def add_training_options(
 
 
 def check_counts(options: argparse.Namespace, *names: str) -> None:
-    """Raise a ValueError for a count below 1, of these options or those in common."""
+    """Raise a ValueError for a count below 1, here or in common, or for no such device."""
+    device_of(options.device)
     for name in (*_COUNTS, *names):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")

@@ -21,6 +21,7 @@ from benchmarks import tokens
 from benchmarks.continued_pretraining.row import run_row
 from benchmarks.continued_pretraining.tables import report
 from benchmarks.extension import settings
+from benchmarks.machine import device_of
 from benchmarks.options import in_one_line, lengths_of
 from benchmarks.tokens import Tokenizer, token_file
 from score_mods._checks import integer
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     with in_one_line(parser):
+        device_of(options.device)
         options.lengths = lengths_of(options.lengths)
         integer("steps", options.steps, 0)
         for name in ("sequences", "micro", "length", "held_out"):

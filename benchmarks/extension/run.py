@@ -17,6 +17,7 @@ from analysis.huggingface import load
 from benchmarks.extension.rows import Calibrations, digest
 from benchmarks.extension.settings import Setting, Trained, parse
 from benchmarks.extension.texts import Text, read
+from benchmarks.machine import device_of
 from score_mods._captured import Mod
 from score_mods._checks import integer
 
@@ -84,11 +85,7 @@ def prepare(options: argparse.Namespace) -> Run:
         integer(name, getattr(options, name), least)
     if options.trained is not None:
         integer("trained", options.trained, _LEAST)
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
-        raise ValueError(f"device: expected cpu or cuda, got {options.device!r}")
-    cuda = options.device != "cpu"
-    if cuda and not torch.cuda.is_available():
-        raise ValueError("device: this machine has no CUDA device")
+    cuda = device_of(options.device).type == "cuda"
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
 

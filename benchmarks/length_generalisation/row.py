@@ -53,6 +53,9 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
         "lengths": lengths,
         "needle_steps": options.needle_steps,
     }
+    for length in {trained, *lengths} if options.needle_steps else ():
+        # Raises where a question does not fit, before anything is trained.
+        needle_sample(tokenizer.encode, torch.zeros(length), length, generator=torch.Generator())
     torch.manual_seed(options.seed)
     model = build(method, size, trained)
     batches = data.batches(options.sequences, trained, options.data_seed)

@@ -550,7 +550,7 @@ def test_a_strong_first_key_is_no_part_of_the_farthest_decade():
         (["--mods", "sandwich"], "mods: expected some of"),
         (["--span", "60000"], "text count: the text has"),
         (["--model", "/nowhere"], "model: /nowhere is neither a folder nor a .gguf file"),
-        (["--device", "tpu"], "device: expected cpu or cuda, got 'tpu'"),
+        (["--device", "tpu"], "device must be cpu or cuda, got tpu"),
         (["--explain"], "explain: recent does not read the whole context"),
         (["--explain", "--mods", "rerope"], "explain: rerope rotates near and far keys"),
     ],

@@ -207,6 +207,9 @@ def test_the_table_has_all_methods_and_leaves_out_what_was_not_run(command, tmp_
         ({"micro": 0}, "micro must be at least 1"),
         ({"held_out": 70}, "data must have 70 documents"),
         ({"seconds": 0}, "run again to go on"),
+        ({"length": 64, "lengths": "64"}, "length must be at least"),
+        ({"device": "cuda:99"}, "device must be cpu on this machine"),
+        ({"device": "tpu"}, "device must be cpu or cuda"),
     ],
 )
 def test_refuses_in_one_line(command, capsys, changed, words):
