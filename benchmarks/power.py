@@ -5,18 +5,21 @@ decoding. ``retention`` takes part where it is installed; it tunes some 300 conf
 """
 
 import argparse
+import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+from benchmarks.machine import machine
 from power import power_attention
 from power.decode import DecodeState, power_attention_step
 from power.reference import quadratic
@@ -56,7 +59,12 @@ def rows() -> dict[str, Attention]:
 
 
 def inputs(
-    batch: int, heads: int, length: int, name: str = "power", seed: int = 0
+    batch: int,
+    heads: int,
+    length: int,
+    name: str = "power",
+    seed: int = 0,
+    head_dim: int = HEAD_DIM,
 ) -> list[Tensor]:
     """Return q, k, v and log-gates near -0.001 that require gradients, and an output gradient."""
     torch.manual_seed(seed)
@@ -66,16 +74,13 @@ def inputs(
         x = torch.randn(shape, device="cuda").to(dtype)
         return x.transpose(1, 2).contiguous().transpose(1, 2) if swap else x
 
-    qkv = [make(batch, heads, length, HEAD_DIM) for _ in range(3)]
+    qkv = [make(batch, heads, length, head_dim) for _ in range(3)]
     log_g = F.logsigmoid(make(batch, heads, length, dtype=torch.float32) + 6.9)
-    return [*(x.requires_grad_() for x in (*qkv, log_g)), make(batch, heads, length, HEAD_DIM)]
+    return [*(x.requires_grad_() for x in (*qkv, log_g)), make(batch, heads, length, head_dim)]
 
 
-def measure(
-    name: str, attention: Attention, batch: int, length: int
-) -> tuple[float, float, float]:
+def measure(attention: Attention, args: list[Tensor], grad: Tensor) -> tuple[float, float, float]:
     """Return milliseconds of forward and of forward and backward, and the latter's peak MiB."""
-    *args, grad = inputs(batch, HEADS, length, name)
 
     def step() -> None:
         for x in args:
@@ -109,7 +114,8 @@ def speed(lengths: tuple[int, ...]) -> None:
             if name == "power, chunk 1024" and length <= 1024:
                 cells.append("—")
                 continue
-            forward, both, peak = measure(name, attention, TOKENS // length, length)
+            *args, grad = inputs(TOKENS // length, HEADS, length, name)
+            forward, both, peak = measure(attention, args, grad)
             cells.append(f"{forward:.2f} / {both:.2f}; {peak:.0f}")
             torch.cuda.empty_cache()
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
@@ -180,19 +186,67 @@ def decoding(batch: int = 64) -> None:
         print(f"| {tokens} | {time:.3f} | {rate:.2f} | {rate / copy:.0%} |", flush=True)
 
 
+def other_sizes(tokens: int = 32_768) -> None:
+    """Print the attention form beside the chunked form at head size 128 and in degree 4."""
+    cases = {"head size 128, degree 2": (128, 2), "16, degree 4": (16, 4), "32, degree 4": (32, 4)}
+    lengths = (2048, 8192, 32_768)
+    print(
+        f"\nOther sizes: forward / forward + backward in ms, {tokens} tokens in all, 12 heads.\n"
+    )
+    print("| | " + " | ".join(f"T {n}" for n in lengths) + " |")
+    print("|---" * (len(lengths) + 1) + "|")
+    for case, (head_dim, deg) in cases.items():
+        for name, chunk in (("attention form", tokens), ("chunk 512", 512), ("chunk 2048", 2048)):
+            cells = []
+            for length in lengths:
+                attention = partial(power_attention, deg=deg, chunk_size=chunk)
+                *args, grad = inputs(tokens // length, HEADS, length, head_dim=head_dim)
+                check(attention, args, deg)
+                forward, both, _ = measure(attention, args, grad)
+                cells.append(f"{forward:.2f} / {both:.2f}")
+            print(f"| {case}, {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def check(attention: Attention, args: list[Tensor], deg: int) -> None:
+    """Raise unless the output of the first head, on 2,048 tokens, is that of float64."""
+    few = [x[:1, :1, :2048].detach() for x in args]
+    want = quadratic(*(x.double() for x in few), deg=deg)[0]
+    error = (attention(*few).double() - want).norm() / want.norm()
+    if not error < 0.02:
+        raise AssertionError(f"degree {deg}, {list(args[0].shape)}: relative error {error:.1e}")
+
+
+def first_call() -> None:
+    """Print the seconds of the first forward and backward in a process with an empty cache."""
+    code = (
+        "import time, torch; from benchmarks.power import inputs; from power import "
+        "power_attention as f; *a, g = inputs(1, 12, 8192); torch.cuda.synchronize(); "
+        "t = time.perf_counter(); f(*a).backward(g); torch.cuda.synchronize(); "
+        "print(time.perf_counter() - t)"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "TRITON_CACHE_DIR": cache},
+        )
+    print(f"\nFirst call, nothing compiled before: {float(run.stdout):.1f} s.")
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks power", description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a CUDA device\n")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"commit {commit or 'unknown'}; bf16, {HEADS} heads of {HEAD_DIM}, degree 2, gated."
+        f"{', '.join(f'{name} {value}' for name, value in machine('cuda').items())}; bf16, "
+        f"{HEADS} heads of {HEAD_DIM}, degree 2, gated."
     )
     error()
     decoding()
     speed(tuple(options.lengths))
+    other_sizes()
+    first_call()

@@ -11,7 +11,6 @@ import argparse
 import math
 import multiprocessing
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from attn_gym.mods import generate_tanh_softcap
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,6 +27,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from triton.testing import do_bench
 
 import score_mods as sm
+from benchmarks.machine import machine
 
 HEADS = 16
 BASELINE = "plain"
@@ -343,13 +342,9 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks score_mods", description=__doc__)
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"commit {commit.stdout.strip() or 'unknown'}; bf16."
-    )
+    if not torch.cuda.is_available():
+        parser.exit(1, "this benchmark needs a CUDA device\n")
+    print(f"{', '.join(f'{name} {value}' for name, value in machine('cuda').items())}; bf16.")
     compiling = compile_times()
     found = run(cases(), options.processes)
     print(tables(found, compiling))
