@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="the speed benchmarks time with Triton")
 
-from benchmarks import power, score_mods  # noqa: E402
+from benchmarks import power, score_mods
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
