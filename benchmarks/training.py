@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.decoder import Decoder
+from benchmarks.extension.rows import write_json
 from benchmarks.tokens import TokenFile
 from score_mods._checks import integer, number
 
 _LOGGED = 10  # steps between lines of the log
+_CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def train(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     identity = json.loads(json.dumps(dict(identity)))
-    state = _resume(folder / "checkpoint.pt", identity, model, found)
+    state = _resume(folder / _CHECKPOINT, identity, model, found)
     rates = [[group["initial_lr"] for group in optimizer.param_groups] for optimizer in found]
     log: list[dict[str, float]] = state["log"]
     began = saved = time.perf_counter()
@@ -143,7 +145,7 @@ def train(
 
     def save(step: int) -> None:
         passed = before + time.perf_counter() - began
-        _save(folder / "checkpoint.pt", identity, model, found, step, log, passed)
+        _save(folder / _CHECKPOINT, identity, model, found, step, log, passed)
         _write_log(folder / "log.csv", log)
 
     bar = tqdm(range(state["step"], schedule.steps), initial=state["step"], total=schedule.steps)
@@ -179,6 +181,28 @@ def train(
         "seconds": log[-1]["seconds"] if log else 0.0,
         "first_step_seconds": log[0]["seconds"] if log else 0.0,
     }
+
+
+def row_of(folder: Path, settings: Mapping[str, Any]) -> Path | None:
+    """The row FOLDER.json if it was made before, else None.
+
+    Raises:
+        ValueError: if it was made with other settings.
+    """
+    path = folder.with_name(f"{folder.name}.json")
+    if not path.is_file():
+        return None
+    _check_same(path, json.loads(path.read_text(encoding="utf-8"))["settings"], settings)
+    return path
+
+
+def finish(folder: Path, row: Mapping[str, Any]) -> Path:
+    """Write a row to FOLDER.json, and remove the checkpoints in the folder; returns the file."""
+    path = folder.with_name(f"{folder.name}.json")
+    write_json(path, row)
+    for checkpoint in folder.rglob(_CHECKPOINT):
+        checkpoint.unlink()
+    return path
 
 
 def train_decoder(
@@ -257,16 +281,7 @@ def _resume(
     if not path.is_file():
         return {"step": 0, "log": [], "seconds": 0.0}
     state = torch.load(path, map_location=next(model.parameters()).device, weights_only=True)
-    if state["identity"] != identity:
-        names = sorted(
-            name
-            for name in {*state["identity"], *identity}
-            if state["identity"].get(name) != identity.get(name)
-        )
-        raise ValueError(
-            f"{path} is of another run, which differs in {', '.join(names)}; "
-            "remove it, or name another folder"
-        )
+    _check_same(path, state["identity"], identity)
     model.load_state_dict(state["model"])
     for optimizer, kept in zip(found, state["optimizers"], strict=True):
         optimizer.load_state_dict(kept)
@@ -274,6 +289,16 @@ def _resume(
     if state["cuda_rng"] is not None:
         torch.cuda.set_rng_state(state["cuda_rng"].cpu())
     return state
+
+
+def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    wanted = json.loads(json.dumps(dict(wanted)))
+    differing = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    if differing:
+        raise ValueError(
+            f"{path} is of another run, which differs in {', '.join(differing)}; "
+            "remove it, or name another folder"
+        )
 
 
 def _save(

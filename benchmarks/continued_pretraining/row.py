@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from analysis.calibration import plain_rope
 from analysis.huggingface import load
-from benchmarks.extension.rows import Calibrations, digest, write_json
+from benchmarks.extension.rows import Calibrations, digest
 from benchmarks.extension.scores import token_losses
 from benchmarks.extension.settings import Setting, Trained
 from benchmarks.machine import machine
 from benchmarks.tokens import TokenFile
-from benchmarks.training import Schedule, train
+from benchmarks.training import Schedule, finish, row_of, train
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _AT_ONCE = 2048  # tokens whose logits exist at once
@@ -52,6 +52,9 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
     }
     name = re.sub(r"[^\w.=*-]+", "_", setting.label)[:80]
     folder = Path(options.out) / f"{name}-{digest(settings)}"
+    made = row_of(folder, settings)
+    if made is not None:
+        return made
     folder.mkdir(parents=True, exist_ok=True)
     model, _ = load(options.model, options.gguf)
     model.to(device)
@@ -89,9 +92,7 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         row["after"] = validated()
     row["machine"] = machine(device)
     row["seconds"] = time.perf_counter() - began
-    path = folder.parent / f"{folder.name}.json"
-    write_json(path, row)
-    return path
+    return finish(folder, row)
 
 
 def _calibrations(

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 import score_mods as sm
 from analysis import gated_shares, measure
 from benchmarks.decoder import Decoder, Size
-from benchmarks.extension.rows import write_json
 from benchmarks.length_generalisation.row import validate
 from benchmarks.machine import machine
 from benchmarks.mixers import Positions, SoftmaxAttention
 from benchmarks.options import identity
 from benchmarks.recurrent_mixers import LinearAttention, PowerMixer, equal_window, mixing_flops
 from benchmarks.tokens import TokenFile
-from benchmarks.training import train_decoder
+from benchmarks.training import finish, row_of, train_decoder
 
 METHODS = {
     "softmax": "softmax attention over the whole context",
@@ -63,6 +62,9 @@ def run_row(options: Namespace, method: str, data: TokenFile) -> Path:
     spread = f"-{horizons[0]:g}-{horizons[1]:g}" if method in ("linear", "power") else ""
     folder = Path(options.out) / f"{method}{spread}-{options.seed}"
     settings = {**identity(options, data, method), "horizons": list(horizons) if spread else None}
+    made = row_of(folder, settings)
+    if made is not None:
+        return made
     size = Size(data.vocabulary, options.width, options.layers, options.head_dim)
     torch.manual_seed(options.seed)
     model = build(method, size, horizons)
@@ -82,9 +84,7 @@ def run_row(options: Namespace, method: str, data: TokenFile) -> Path:
         row["gates"] = {"theory": theory.mean(0).tolist(), "before": before, "after": after}
     row["machine"] = machine(options.device)
     row["seconds"] = time.perf_counter() - began
-    path = folder.with_suffix(".json")
-    write_json(path, row)
-    return path
+    return finish(folder, row)
 
 
 def starting_horizons(heads: int, bounds: tuple[float, float]) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from analysis import judge, measure
 from benchmarks.decoder import IGNORED, Decoder, Size
-from benchmarks.extension.rows import write_json
 from benchmarks.extension.scores import edges
 from benchmarks.length_generalisation.methods import METHODS, TAU, build
 from benchmarks.machine import machine
@@ -22,10 +21,11 @@ from benchmarks.mixers import ScaleInvariantAttention
 from benchmarks.needle import NeedleSample, needle_accuracy, needle_sample
 from benchmarks.options import identity
 from benchmarks.tokens import TokenFile, Tokenizer
-from benchmarks.training import Schedule, optimizers, train, train_decoder
+from benchmarks.training import Schedule, finish, optimizers, row_of, train, train_decoder
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _ROWS = 64  # queries of a context whose attention is measured
+_NEEDLES = ("needle_steps", "needle_sequences", "needles")
 # Seeds of what must not depend on a row's own.
 _FINE_TUNING, _HIDING = 1, 2
 
@@ -51,8 +51,11 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
     settings = {
         **identity(options, data, method),
         "lengths": lengths,
-        "needle_steps": options.needle_steps,
+        **{name: getattr(options, name) for name in _NEEDLES},
     }
+    made = row_of(folder, settings)
+    if made is not None:
+        return made
     for length in {trained, *lengths} if options.needle_steps else ():
         # Raises where a question does not fit, before anything is trained.
         needle_sample(tokenizer.encode, torch.zeros(length), length, generator=torch.Generator())
@@ -79,9 +82,7 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
         row["needle"] = _needles(model, data, tokenizer, options, folder, settings)
     row["machine"] = machine(device)
     row["seconds"] = time.perf_counter() - began
-    path = folder.with_suffix(".json")
-    write_json(path, row)
-    return path
+    return finish(folder, row)
 
 
 @torch.no_grad()

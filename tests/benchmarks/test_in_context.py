@@ -74,6 +74,12 @@ def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
         assert (tmp_path / "out" / name).stat().st_size > 200
 
 
+def test_horizons_that_are_no_whole_numbers_keep_rows_apart(command):
+    command("power", horizons=(1.5, 64), steps=1)
+    made = command("power", horizons=(1.5, 32), steps=1)
+    assert set(made) == {"power-1.5-64-0", "power-1.5-32-0"}
+
+
 def test_flops_are_weights_and_mixing(command):
     """6 a weight; and forward and twice backward, 2 products of D with each visible key."""
     made = command("softmax")["softmax-0"]

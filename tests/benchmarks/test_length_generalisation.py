@@ -172,8 +172,18 @@ def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
     again = command("scale_invariant_tau")["scale_invariant_tau"]
     assert again["validation"] == whole["validation"]
     assert again["needle"]["accuracy"] == whole["needle"]["accuracy"]
-    with pytest.raises(SystemExit):
-        command("scale_invariant_tau", steps=11)
+
+
+def test_a_row_is_made_once_and_leaves_no_checkpoint(command, monkeypatch, tmp_path, capsys):
+    once = command("rope")
+    assert not list((tmp_path / "out").rglob("*.pt"))
+    assert (tmp_path / "out" / "rope-0" / "log.csv").is_file()
+    monkeypatch.setattr(rows, "train_decoder", lambda *args: 1 / 0)
+    assert command("rope") == once
+    for changed in ({"steps": 11}, {"needles": 4}):
+        with pytest.raises(SystemExit):
+            command("rope", **changed)
+        assert f"differs in {next(iter(changed))}; remove it" in capsys.readouterr().err
 
 
 def test_the_table_has_all_methods_and_leaves_out_what_was_not_run(command, tmp_path, capsys):
