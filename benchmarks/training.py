@@ -163,14 +163,17 @@ def train(
         for optimizer in found:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if step % _LOGGED == 0 or step == schedule.steps - 1:
+        logged = step % _LOGGED == 0 or step == schedule.steps - 1
+        due = time.perf_counter() - saved > save_every
+        if logged or due:
             shown = value.item()
             if not math.isfinite(shown):
                 raise FloatingPointError(f"the loss is {shown} at step {step}")
+        if logged:
             passed = before + time.perf_counter() - began
             log.append({"step": step, "loss": shown, "seconds": passed})
             bar.set_postfix(loss=f"{shown:.3f}")
-        if time.perf_counter() - saved > save_every:
+        if due:
             save(step + 1)
             saved = time.perf_counter()
     save(schedule.steps)

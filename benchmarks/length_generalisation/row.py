@@ -153,13 +153,17 @@ def attention(model: Decoder, ids: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def _measure_law(model: Decoder, ids: Tensor) -> None:
-    """Tell each head of scale-invariant attention the sigma and mu of its logits."""
+    """Tell each head of scale-invariant attention the sigma and mu of its logits.
+
+    A sigma below 0.4 is taken for 0.4, so that `scale_invariant` keeps its fast form on a GPU.
+    """
     length = ids.shape[1]
     rows = torch.linspace(length // 2, length - 1, min(_ROWS, length // 2)).long().unique()
     for block, (q, k, *_) in zip(model.blocks, list(model.heads(ids)), strict=True):
         assert isinstance(block.mixer, ScaleInvariantAttention)
         base = measure(q[:, :, rows.to(q.device)], k, {}, q_positions=rows).base
-        block.mixer.set_law(base.sigma.to(q.device), base.mu.to(q.device))
+        sigma = base.sigma.clamp(min=0.4)
+        block.mixer.set_law(sigma.to(q.device), base.mu.to(q.device))
 
 
 def _needles(

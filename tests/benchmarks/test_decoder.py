@@ -144,10 +144,13 @@ def test_queries_and_keys_are_those_of_each_layer():
     assert not torch.allclose(pairs[1][0], q)
 
 
-def test_all_layers_share_one_graph_at_each_length():
+@pytest.mark.parametrize("learned", [False, True])
+def test_all_layers_share_one_graph_at_each_length(learned):
     torch.compiler.reset()
-    model = made(lambda layer: ScaleInvariantAttention(48, 16, ROTARY))
-    plain = made(lambda layer: ScaleInvariantAttention(48, 16, ROTARY))
+    model, plain = (
+        made(lambda layer: ScaleInvariantAttention(48, 16, ROTARY, learned=learned))
+        for _ in range(2)
+    )
     model.compile_parts(backend="eager")
     torch._dynamo.utils.counters.clear()
     for length in (64, 128):
@@ -158,6 +161,38 @@ def test_all_layers_share_one_graph_at_each_length():
             torch.testing.assert_close(loss, plain.loss(ids, ids))
             loss.backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4  # a block and a loss each
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        lambda layer: SoftmaxAttention(48, 16, ROTARY, sm.alibi(3)),
+        lambda layer: LogNAttention(48, 16, ROTARY, trained=64),
+        lambda layer: ScaleInvariantAttention(48, 16, ROTARY, learned=True, sinks=1),
+    ],
+    ids=["softmax", "logn", "scale_invariant"],
+)
+def test_flexattention_takes_the_place_of_the_dense_form(mixer):
+    """As on a GPU, but for its kernel: traced whole, with a BlockMask, on a graph for a length."""
+    torch.compiler.reset()
+    model, plain = made(mixer), made(mixer)
+
+    def with_blocks(length, device):
+        mask = sm.create_block_mask(sm.causal, None, None, length, length, device)
+        return ROTARY.cos_sin(torch.arange(length)), mask
+
+    shared = {length: with_blocks(length, "cpu") for length in (64, 300)}
+    model.shared = lambda length, device: shared[length]
+    model.compile_parts(backend="eager")
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for length in (64, 300):
+            ids = torch.randint(50, (1, length))
+            for _ in range(2):
+                model.refresh()
+                torch.testing.assert_close(model.loss(ids, ids), plain.loss(ids, ids))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     torch.compiler.reset()
 
 

@@ -125,6 +125,19 @@ def test_a_loss_that_is_not_finite_is_an_error(tmp_path):
         run(tmp_path, 3, loss=lambda step: weight * torch.nan)
 
 
+def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path):
+    """Between two logged steps as well."""
+    weight = torch.ones((), requires_grad=True)
+
+    def loss(step):
+        return weight * (torch.nan if step == 5 else 1.0)
+
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 5"):
+        run(tmp_path, 30, loss=loss, save_every=0)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert state["step"] == 5
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"steps": -1}, "steps"), ({"steps": 1, "cooldown": 1.5}, "cooldown must be in")],
