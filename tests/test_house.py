@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import subprocess
@@ -133,3 +134,14 @@ def test_readme_names_every_public_function():
             assert documented or name in text, (
                 f"{package}.{name} is neither documented nor in the README"
             )
+
+
+@pytest.mark.parametrize("package", list(PACKAGES))
+def test_every_public_name_is_shown(package):
+    """In the README or a notebook."""
+    shown = (ROOT / "README.md").read_text()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            shown += "".join(cell["source"])
+    names = PACKAGES[package].__all__
+    assert not [name for name in names if not re.search(rf"\b{name}\b", shown)]
