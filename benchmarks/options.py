@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -88,6 +88,27 @@ def identity(options: argparse.Namespace, data: TokenFile, method: str) -> dict[
     names = ("seed", "data_seed", "steps", "sequences", "length")
     chosen = {name: getattr(options, name) for name in names}
     return {"method": method, **chosen, "size": asdict(size), "data": data.describe()}
+
+
+def prints_table(name: str, arguments: Sequence[str], report: Callable[[Path], str]) -> bool:
+    """Print the table of a folder's rows, if that is what the arguments of a benchmark ask for.
+
+    Args:
+        name: of the benchmark.
+        arguments: of the command line; `table FOLDER` asks for the table.
+        report: from the folder to its table.
+
+    Returns:
+        Whether they did.
+    """
+    if arguments[:1] != ["table"]:
+        return False
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name} table")
+    parser.add_argument("folder", help="where the rows are")
+    folder = Path(parser.parse_args(arguments[1:]).folder)
+    with in_one_line(parser):
+        print(report(folder))
+    return True
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,11 @@ def train_decoder(
     batches = data.batches(options.sequences, options.length, options.data_seed)
 
     def loss(step: int) -> Tensor:
-        return _backward_but_last(model, batches(step).to(device), options.micro)
+        ids = batches(step).to(device)
+        return accumulated(
+            ids.split(options.micro),
+            lambda part: model.loss(part[:, :-1], part[:, 1:]) * (len(part) / len(ids)),
+        )
 
     training = train(
         model,
@@ -258,17 +262,22 @@ def train_decoder(
     }
 
 
-def _backward_but_last(model: Decoder, ids: Tensor, micro: int) -> Tensor:
-    """The loss of a batch, for all parts of which but the last `backward()` is called here."""
-    parts = ids.split(micro)
-    total = torch.zeros((), device=ids.device)
-    for place, part in enumerate(parts):
-        value = model.loss(part[:, :-1], part[:, 1:]) * (len(part) / len(ids))
-        if place < len(parts) - 1:
-            value.backward()
-            value = value.detach()
-        total = total + value
-    return total
+def accumulated(parts: Sequence[Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum of the parts' losses, for all of which but the last `backward()` is called here.
+
+    Args:
+        parts: of a batch.
+        loss: from a part to its share of the batch's loss.
+
+    Returns:
+        The sum, with the graph of the last part.
+    """
+    total = torch.zeros((), device=parts[0].device)
+    for part in parts[:-1]:
+        value = loss(part)
+        value.backward()
+        total += value.detach()
+    return total + loss(parts[-1])
 
 
 def _resume(

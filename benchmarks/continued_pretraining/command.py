@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,7 @@ from benchmarks.continued_pretraining.row import run_row
 from benchmarks.continued_pretraining.tables import report
 from benchmarks.extension import settings
 from benchmarks.machine import device_of
-from benchmarks.options import in_one_line, lengths_of
+from benchmarks.options import in_one_line, lengths_of, prints_table
 from benchmarks.tokens import Tokenizer, token_file
 from score_mods._checks import integer
 
@@ -35,12 +34,7 @@ MODS = (
 
 def main(arguments: list[str]) -> None:
     """Run the command line; exit with status 1 and one line for bad input."""
-    if arguments[:1] == ["table"]:
-        parser = argparse.ArgumentParser(prog="python -m benchmarks continued_pretraining table")
-        parser.add_argument("folder", help="where the rows are")
-        folder = Path(parser.parse_args(arguments[1:]).folder)
-        with in_one_line(parser):
-            print(report(folder))
+    if prints_table("continued_pretraining", arguments, report):
         return
     parser = _parser()
     options = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from benchmarks.extension.scores import token_losses
 from benchmarks.extension.settings import Setting, Trained
 from benchmarks.machine import machine
 from benchmarks.tokens import TokenFile
-from benchmarks.training import Schedule, finish, row_of, train
+from benchmarks.training import Schedule, accumulated, finish, row_of, train
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _AT_ONCE = 2048  # tokens whose logits exist at once
@@ -119,26 +119,21 @@ def loss_of_batch(model: Any, ids: Tensor, micro: int) -> Tensor:
     Returns:
         The mean loss in nats a token, with the graph of the last part.
     """
-    total = torch.zeros((), device=ids.device)
-    parts = ids.split(micro)
     head = model.get_output_embeddings()
 
     def piece(x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(x).float(), targets, reduction="sum")
 
-    for place, part in enumerate(parts):
+    def share(part: Tensor) -> Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             hidden = model.base_model(input_ids=part[:, :-1], use_cache=False).last_hidden_state
             rows = hidden.flatten(0, 1).split(_AT_ONCE)
             targets = part[:, 1:].flatten().split(_AT_ONCE)
             pairs = zip(rows, targets, strict=True)
-            value = sum(checkpoint(piece, *pair, use_reentrant=False) for pair in pairs)
-        value = value / ids[:, 1:].numel()
-        if place < len(parts) - 1:
-            value.backward()
-            value = value.detach()
-        total = total + value
-    return total
+            losses = [checkpoint(piece, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(losses).sum() / ids[:, 1:].numel()
+
+    return accumulated(ids.split(micro), share)
 
 
 def validate(model: Any, ids: Tensor) -> dict[str, float]:

@@ -12,22 +12,22 @@ same share of a layer's attention (`analysis.gates`).
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from benchmarks import tokens
 from benchmarks.in_context.row import METHODS, run_row
 from benchmarks.in_context.tables import report
-from benchmarks.options import add_training_options, check_counts, in_one_line, read_data
+from benchmarks.options import (
+    add_training_options,
+    check_counts,
+    in_one_line,
+    prints_table,
+    read_data,
+)
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line; exit with status 1 and one line for bad input."""
-    if arguments[:1] == ["table"]:
-        parser = argparse.ArgumentParser(prog="python -m benchmarks in_context table")
-        parser.add_argument("folder", help="where the rows are")
-        folder = Path(parser.parse_args(arguments[1:]).folder)
-        with in_one_line(parser):
-            print(report(folder))
+    if prints_table("in_context", arguments, report):
         return
     parser = _parser()
     options = parser.parse_args(arguments)

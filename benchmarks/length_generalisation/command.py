@@ -12,7 +12,6 @@ is 105 million tokens and 3e16 FLOPs.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from benchmarks import tokens
 from benchmarks.length_generalisation.methods import METHODS
@@ -23,17 +22,14 @@ from benchmarks.options import (
     check_counts,
     in_one_line,
     lengths_of,
+    prints_table,
     read_data,
 )
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line; exit with status 1 and one line for bad input."""
-    if arguments[:1] == ["table"]:
-        parser = _table_parser()
-        folder = Path(parser.parse_args(arguments[1:]).folder)
-        with in_one_line(parser):
-            print(report(folder))
+    if prints_table("length_generalisation", arguments, report):
         return
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -67,10 +63,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--needle-steps", type=int, default=150, help="of fine-tuning; 0 for no needles")
     add("--needle-sequences", type=int, default=16, help="in a step of it")
     add("--needles", type=int, default=64, help="questions at each length")
-    return parser
-
-
-def _table_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks length_generalisation table")
-    parser.add_argument("folder", help="where the rows are")
     return parser
