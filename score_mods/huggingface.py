@@ -67,7 +67,8 @@ def register(
 
     The model's own mask, scale, grouped heads, softcap (before the score_mod) and sinks are kept.
     Positions are those of the tokens: of padding nothing is counted, and packed documents start
-    again at 0 where the model hands on `position_ids`.
+    again at 0 where the model hands on `position_ids`. Under autocast, queries, keys and values
+    are cast to its dtype.
 
     Args:
         name: for `from_pretrained(..., attn_implementation=name)` and
@@ -138,6 +139,7 @@ def register(
             )
         if position_bias is not None:
             raise ValueError(f"attn_implementation {name!r} takes no position bias of the model")
+        query, key, value = _autocast(query, key, value)
         at = _positions(attention_mask, query, key, position_ids)
         mod = mod_of(module.layer_idx if by_layer else None, softcap, query.device)  # type: ignore[arg-type]
         if mod is not None:
@@ -174,6 +176,15 @@ def register(
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, partial(_mask, mask_mod))
     _registered.add(name)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in autocast's dtype, in which models leave values but not what they rotate."""
+    kind = tensors[0].device.type
+    if tensors[0].dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _checked(score_mod: Any) -> Mod | None:

@@ -272,6 +272,29 @@ def test_trains_on_a_cpu_by_the_dense_form():
         model(tokens)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["by the model", "by attention"])
+def test_autocast_is_as_near_as_the_plain_form(late):
+    """Logits and gradients, wherever rotation is done; it leaves float32 beside bfloat16."""
+    model, tokens = llama(), sample(2, 40)
+
+    def found(name):
+        model.set_attn_implementation(name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not name.endswith("_exact")):
+            output = model(tokens, labels=tokens)
+        gradient = torch.autograd.grad(output.loss, model.model.embed_tokens.weight)[0]
+        return output.logits.detach().double(), gradient.double()
+
+    AttentionInterface.register("oracle_exact", oracle(LAWS["scale_invariant"][1]))
+    AttentionMaskInterface.register("oracle_exact", eager_mask)
+    exact = found("oracle_exact")
+    model.float()
+    plain = found("oracle_scale_invariant")
+    if late:
+        patch_rotary(model, lambda length: sm.rope(16))
+    for got, low, want in zip(found("scale_invariant"), plain, exact, strict=True):
+        assert 0 < (got - want).square().mean() < 4 * (low - want).square().mean()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_compiled_model_is_one_graph():
     model, tokens = llama(), sample(2, 12)
