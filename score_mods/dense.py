@@ -84,8 +84,8 @@ def dense_attention(
     """Attention by the T×T matrix of scores, as FlexAttention defines it.
 
     out = softmax(mask(score_mod(scale q kᵀ))) v, computed in `promote_types(q.dtype, float32)`,
-    float64 if that is what q is. Gradients reach q, k, v and whatever the score_mod captures.
-    Memory and time grow as T².
+    float64 if that is what q is, under autocast too. Gradients reach q, k, v and whatever the
+    score_mod captures. Memory and time grow as T².
 
     Args:
         q: queries, `(B, H, T_q, D)`.
@@ -107,6 +107,19 @@ def dense_attention(
         ValueError: if shapes, dtypes, devices or lengths do not fit.
     """
     check(q, k, v, score_mod, mask_mod, scale, enable_gqa=True)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = _attend(q, k, v, score_mod, mask_mod, scale)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
     B, H, T_q, D = q.shape
     groups, T = H // k.shape[1], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -133,6 +146,4 @@ def dense_attention(
     empty = total == 0
     safe = torch.where(empty, 1, total)
     out = ((weight / safe) @ values).to(q.dtype)
-    if not return_lse:
-        return out
     return out, torch.where(empty, -torch.inf, top + safe.log()).squeeze(-1)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from analysis.calibration import plain_rope
 from analysis.huggingface import load
 from benchmarks.extension.rows import Calibrations, digest
+from benchmarks.extension.run import refuse_caps
 from benchmarks.extension.scores import token_losses
 from benchmarks.extension.settings import Setting, Trained
 from benchmarks.machine import machine
@@ -57,6 +58,7 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         return made
     folder.mkdir(parents=True, exist_ok=True)
     model, _ = load(options.model, options.gguf)
+    refuse_caps(model)
     model.to(device)
     length = options.trained or model.config.max_position_embeddings
     trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)

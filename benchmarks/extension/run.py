@@ -91,9 +91,7 @@ def prepare(options: argparse.Namespace) -> Run:
 
     dtype = options.dtype or ("bfloat16" if cuda else "float32")
     model, tokenizer = load(options.model, options.gguf, dtype=getattr(torch, dtype))
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(model.config, name, None) is not None:
-            raise ValueError(f"model {options.model} caps its logits ({name}), which is not done")
+    refuse_caps(model)
     model.to(options.device)
     length = options.trained or model.config.max_position_embeddings
     trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)
@@ -132,6 +130,13 @@ def prepare(options: argparse.Namespace) -> Run:
             of_model | {"tokens": texts[0].rest.tolist()},
         ),
     )
+
+
+def refuse_caps(model: Any) -> None:
+    """Raise a ValueError for a model that caps its logits, which the losses here leave out."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(model.config, name, None) is not None:
+            raise ValueError(f"model caps its logits ({name}), which is not done")
 
 
 def _lengths(written: str) -> list[int]:

@@ -163,6 +163,15 @@ def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
     assert again["before"] == whole["before"]
 
 
+def test_refuses_a_model_that_caps_its_logits(command, folder, monkeypatch, capsys):
+    capped = llama()
+    capped.config.final_logit_softcapping = 30.0
+    monkeypatch.setattr(rows, "load", lambda *args: (capped, None))
+    with pytest.raises(SystemExit):
+        command("rope")
+    assert "model caps its logits (final_logit_softcapping)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("mods", "changed", "words"),
     [

@@ -165,6 +165,21 @@ def test_dense_gradients_are_right_with_empty_rows():
     assert q.grad.isfinite().all()
 
 
+def test_dense_keeps_its_precision_under_autocast():
+    """And so do two branches, which are merged by lse."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    far = sm.self_extend(sm.rope(16), 8, 4)
+    want = sm.dense_attention(q, k, v, sm.scale_invariant(), sm.causal, return_lse=True)
+    merged = far(q, k, v, impl="dense")
+    with torch.autocast("cpu", torch.bfloat16):
+        got = sm.dense_attention(q, k, v, sm.scale_invariant(), sm.causal, return_lse=True)
+        assert torch.equal(far(q, k, v, impl="dense"), merged)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == torch.float32
+        assert torch.equal(x, y)
+
+
 def test_nothing_given_is_plain_attention():
     q, k, v = qkv(33, 20, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
