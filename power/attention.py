@@ -106,7 +106,7 @@ def power_attention(
         ValueError: If shapes, devices or values do not fit, or the kernels do not take them.
         ImportError: If the kernels are to be used and Triton is not installed.
 
-    Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv
+    Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
     2507.04239), equation 7; the gate as in section 2.
 
     >>> q, k, v = torch.randn(3, 1, 2, 100, 16)

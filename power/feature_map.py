@@ -13,7 +13,7 @@ of indices in tile `a`. Entries lie in lexicographic order of `(i_1, ..., i_p)`.
 for each `i`, all `j` from the first channel of `i`'s tile to `K - 1`, with weight 1 while
 `j` is in that tile and `sqrt(2)` beyond.
 
-Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention"
+Reference: Gelada et al., "Scaling Context Requires Rethinking Attention"
 (arXiv 2507.04239), Lemmas 4.1 and 4.2 and section 4.1.1.
 """
 

@@ -61,7 +61,7 @@ def replace_attention(
             embedding.
         ImportError: If transformers is missing.
 
-    Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv
+    Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
     2507.04239).
     """
     transformers = _transformers()

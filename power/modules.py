@@ -51,7 +51,7 @@ class PowerAttention(nn.Module):
         TypeError: If `deg` is not an int.
         ValueError: If sizes, the degree or the horizons do not fit.
 
-    Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention" (arXiv
+    Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
     2507.04239). The spread of the gates is this library's choice.
 
     >>> layer = PowerAttention(64, num_heads=4)

@@ -18,7 +18,7 @@ given one.
 
 Sums are taken in fp32 or better, and running sums of gates in float64, whatever the inputs' dtype.
 
-Reference: Buckman, Gelada, Zhang, "Scaling Context Requires Rethinking Attention"
+Reference: Gelada et al., "Scaling Context Requires Rethinking Attention"
 (arXiv 2507.04239), section 2, equation 7 and appendix A.
 """
 

@@ -71,7 +71,7 @@ def power(deg: int = 2, log_g: Tensor | None = None) -> Mod:
         TypeError: if an argument has the wrong type.
         ValueError: if `deg` is odd or below 2, or `log_g` has not three axes.
 
-    Reference: Buckman, Gelada & Zhang, "Scaling Context Requires Rethinking Attention",
+    Reference: Gelada et al., "Scaling Context Requires Rethinking Attention",
     arXiv 2507.04239.
     """
     if integer("deg", deg, at_least=2) % 2:
