@@ -70,8 +70,8 @@ def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
 def described(mod: F, name: str, *captured: Any) -> F:
     """Give `mod` its name, its parts, and the head count of what it captures.
 
-    What it captures are tensors, or mods, whose parts it then has; a mod of tensors alone is its
-    own one part.
+    What it captures are tensors, or mods, whose parts it then has, and whose reach unless it says
+    `made_for` itself; a mod of tensors alone is its own one part.
 
     The head axis of a tensor is marked static: it never varies in a model, and with one more
     symbolic size the CPU's FlexAttention of torch 2.13 may not compile.
@@ -89,6 +89,8 @@ def described(mod: F, name: str, *captured: Any) -> F:
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static(item, axis)
     mods = [item for item in captured if not isinstance(item, Tensor)]
+    if mods and not hasattr(mod, "made_for"):
+        mod.made_for = made_for(*mods)  # type: ignore[attr-defined]
     parts = [getattr(item, "parts", (getattr(item, "__name__", "mod"),)) for item in mods]
     heads.discard(1)
     if len(heads) > 1:
@@ -102,20 +104,34 @@ def described(mod: F, name: str, *captured: Any) -> F:
 def is_mask_mod(mod: Callable[..., Any], name: str = "mod") -> bool:
     """Whether `mod` is a mask_mod rather than a score_mod.
 
-    Told, as FlexAttention does, by the number of positional arguments without a default.
+    Told, as FlexAttention does, by the number of positional arguments without a default. Only
+    plain functions will do: their captured tensors can be moved and counted.
 
     Raises:
         TypeError: if it is neither.
     """
-    code = getattr(mod, "__code__", None)
-    count = code and code.co_argcount - len(getattr(mod, "__defaults__", None) or ())
+    count = None
+    if isinstance(mod, types.FunctionType):
+        count = mod.__code__.co_argcount - len(mod.__defaults__ or ())
     if count not in (4, 5):
-        got = type(mod).__name__ if code is None else f"a function of {count} arguments"
+        got = type(mod).__name__ if count is None else f"a function of {count} arguments"
         raise TypeError(
             f"{name} must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod "
             f"(b, h, q_idx, kv_idx), got {got}"
         )
     return count == 4
+
+
+def check_score_mod(mod: Callable[..., Any], name: str = "score_mod") -> None:
+    """Raise TypeError if `mod` is no score_mod."""
+    if is_mask_mod(mod, name):
+        raise TypeError(f"{name} must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod")
+
+
+def check_mask_mod(mod: Callable[..., Any], name: str = "mask_mod") -> None:
+    """Raise TypeError if `mod` is no mask_mod."""
+    if not is_mask_mod(mod, name):
+        raise TypeError(f"{name} must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
 
 
 def within(captured: Any) -> Iterator[Any]:
@@ -145,8 +161,10 @@ def made_for(*mods: Mod) -> tuple[float, float, float]:
     """The batch and the numbers of queries and keys that the tables of these mods reach to.
 
     A mod that looks positions up in a table says so in its attribute `made_for`; other sizes are
-    infinite.
+    infinite. Inside a compiled function nothing is looked into.
     """
+    if torch.compiler.is_compiling():
+        return (math.inf,) * 3
     sizes = [(math.inf,) * 3]
     for mod in mods:
         sizes.append(getattr(mod, "made_for", None) or made_for(*operands(mod)))

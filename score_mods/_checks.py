@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
+
+
+def kind_of(value: Any) -> Any:
+    """What to call a value of the wrong kind in a message: a tensor's dtype, or the type."""
+    return value.dtype if isinstance(value, Tensor) else type(value).__name__
 
 
 def integer(name: str, value: int, at_least: int = 1) -> int:
@@ -38,8 +44,7 @@ def sizes(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
 def floating(name: str, value: Tensor, *axes: str) -> Tensor:
     """`value`, if it is a floating tensor with these axes (any, if none is named), not empty."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{name} must be a floating tensor, got {got}")
+        raise TypeError(f"{name} must be a floating tensor, got {kind_of(value)}")
     if axes and value.ndim != len(axes):
         shape = ", ".join(axes) + ("," if len(axes) == 1 else "")
         raise ValueError(f"{name} must have shape ({shape}), got {tuple(value.shape)}")
@@ -51,8 +56,7 @@ def floating(name: str, value: Tensor, *axes: str) -> Tensor:
 def positions_of_shape(positions: Tensor, *shapes: tuple[int, ...]) -> Tensor:
     """`positions`, if they are an integer tensor of one of these shapes."""
     if not isinstance(positions, Tensor) or positions.is_floating_point():
-        got = getattr(positions, "dtype", type(positions).__name__)
-        raise TypeError(f"positions must be an integer tensor, got {got}")
+        raise TypeError(f"positions must be an integer tensor, got {kind_of(positions)}")
     if positions.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"positions must have shape {wanted}, got {tuple(positions.shape)}")

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, described, is_mask_mod, made_for
-from score_mods._checks import integer
+from score_mods._captured import Mod, check_score_mod, described, is_mask_mod, made_for
+from score_mods._checks import integer, kind_of
 from score_mods.catalogue import stages
 from score_mods.masks import bounds_of
 
@@ -67,7 +67,6 @@ def compose(*score_mods: Mod, check_order: bool = True) -> Mod:
             score = mod(score, b, h, q_idx, kv_idx)
         return score
 
-    composed_mod.made_for = made_for(*score_mods)  # type: ignore[attr-defined]
     name = " then ".join(getattr(mod, "__name__", "score_mod") for mod in score_mods)
     return described(composed_mod, name or "identity", *score_mods)
 
@@ -124,9 +123,22 @@ def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0
 
     Raises:
         TypeError: if `mod` is neither kind, or an offset has the wrong type.
-        ValueError: if an offset is no 0-d integer tensor.
+        ValueError: if an offset is a tensor that is no 0-d integer one, or below 0 for a mod that
+            looks positions up in a table.
     """
     q_shift, kv_shift = _offset("q_offset", q_offset), _offset("kv_offset", kv_offset)
+    batch, *reach = made_for(mod)
+    for axis, (name, offset) in enumerate((("q_offset", q_offset), ("kv_offset", kv_offset))):
+        if reach[axis] == math.inf:
+            continue
+        if isinstance(offset, Tensor):
+            reach[axis] = math.inf  # it may change
+        elif offset < 0:
+            raise ValueError(
+                f"{name} must be at least 0 for a mod of {reach[axis]} positions, got {offset}"
+            )
+        else:
+            reach[axis] -= offset
 
     if not is_mask_mod(mod):
 
@@ -137,6 +149,7 @@ def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0
                 score, b, h, q_idx + q_shift.to(q_idx.dtype), kv_idx + kv_shift.to(kv_idx.dtype)
             )
 
+        offset_score_mod.made_for = (batch, *reach)  # type: ignore[attr-defined]
         return described(offset_score_mod, getattr(mod, "__name__", "score_mod"), mod)  # type: ignore[return-value]
 
     def offset_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -154,6 +167,7 @@ def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0
             )
 
         offset_mask_mod.block_bounds = shifted_bounds  # type: ignore[attr-defined]
+    offset_mask_mod.made_for = (batch, *reach)  # type: ignore[attr-defined]
     return described(offset_mask_mod, getattr(mod, "__name__", "mask_mod"))  # type: ignore[return-value]
 
 
@@ -179,19 +193,26 @@ def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None
 
     Raises:
         TypeError: if `mod` is neither kind, or a table is no int32 or int64 tensor.
-        ValueError: if a table has not one or two axes.
+        ValueError: if a table has not one or two axes, or a position that `mod` was not made for.
     """
     kv_table = q_positions if kv_positions is None else kv_positions
     for name, table in (("q_positions", q_positions), ("kv_positions", kv_table)):
         if not isinstance(table, Tensor) or table.dtype not in (torch.int64, torch.int32):
-            raise TypeError(
-                f"{name} must be an int32 or int64 tensor, "
-                f"got {getattr(table, 'dtype', type(table).__name__)}"
-            )
+            raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind_of(table)}")
         if table.ndim not in (1, 2):
             raise ValueError(f"{name} must have shape (T,) or (B, T), got {tuple(table.shape)}")
 
-    rows = [x.shape[0] for x in (q_positions, kv_table) if x.ndim == 2]
+    batch, *known = made_for(mod)
+    for name, table, end in zip(
+        ("q_positions", "kv_positions"), (q_positions, kv_table), known, strict=True
+    ):
+        if end < math.inf and table.max() >= end:
+            raise ValueError(
+                f"{name} must be below {end} for a mod of so many positions, got {table.max()}"
+            )
+    rows: list[float] = [x.shape[0] for x in (q_positions, kv_table) if x.ndim == 2]
+    if batch < math.inf:
+        rows.append(batch)
     batch = min(rows) if rows else math.inf  # min's default does not compile
     reach = (batch, q_positions.shape[-1], kv_table.shape[-1])
 
@@ -231,10 +252,7 @@ def exempt_keys(score_mod: Mod, n: int) -> Mod:
         TypeError: if `score_mod` is none, or `n` no int.
         ValueError: if `n` is negative.
     """
-    if is_mask_mod(score_mod, "score_mod"):
-        raise TypeError(
-            "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
-        )
+    check_score_mod(score_mod)
     count = torch.tensor(integer("n", n, at_least=0))
 
     def exempt_keys_mod(
@@ -243,7 +261,6 @@ def exempt_keys(score_mod: Mod, n: int) -> Mod:
         changed = score_mod(score, b, h, q_idx, kv_idx)
         return torch.where(kv_idx < count, score.to(changed.dtype), changed)
 
-    exempt_keys_mod.made_for = made_for(score_mod)  # type: ignore[attr-defined]
     described(exempt_keys_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)
     exempt_keys_mod.parts += ("exempt_keys",)  # type: ignore[attr-defined]
     return exempt_keys_mod

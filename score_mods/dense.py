@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from score_mods._captured import Mod, check_sizes, is_mask_mod, to_device
+from score_mods._captured import Mod, check_mask_mod, check_score_mod, check_sizes, to_device
 from score_mods._checks import number
 
 
@@ -47,10 +47,7 @@ def check(
     if H % k.shape[1]:
         raise ValueError(f"q's heads must be a multiple of k's, got {H} and {k.shape[1]}")
     if score_mod is not None:
-        if is_mask_mod(score_mod, "score_mod"):
-            raise TypeError(
-                "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
-            )
+        check_score_mod(score_mod)
         heads = getattr(score_mod, "num_heads", None)
         if heads not in (None, H):
             raise ValueError(f"score_mod has parameters for {heads} heads, q has {H}")
@@ -60,8 +57,8 @@ def check(
                 f"mask_mod must be for the lengths {(T_q, k.shape[2])}, "
                 f"got a BlockMask for {mask_mod.seq_lengths}"
             )
-    elif mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
-        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+    elif mask_mod is not None:
+        check_mask_mod(mask_mod)
     if torch.compiler.is_compiling():  # closures and symbolic numbers are not to be looked into
         return
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from score_mods._captured import Mod
+from score_mods._captured import Mod, check_mask_mod
 from score_mods._checks import integer
 from score_mods.masks import and_masks, causal, sliding_window
 from score_mods.masks_sparse import chunked
@@ -27,7 +27,7 @@ def local_global(local: Mod, period: int, every: Mod = causal) -> Schedule:
         A function from the number of a layer to its mask_mod.
 
     Raises:
-        TypeError: if `period`, or a layer, is no int.
+        TypeError: if a mask is no mask_mod, or `period` or a layer no int.
         ValueError: if `period` is below 1, or a layer below 0.
 
     >>> masks = local_global(sliding_window(128), 2)  # gpt-oss
@@ -35,6 +35,8 @@ def local_global(local: Mod, period: int, every: Mod = causal) -> Schedule:
     ['sliding_window(128)', 'causal_mask', 'sliding_window(128)', 'causal_mask']
     """
     integer("period", period)
+    for name, mask in (("local", local), ("every", every)):
+        check_mask_mod(mask, name)
 
     def mask_of(layer: int) -> Mod:
         return every if (integer("layer", layer, at_least=0) + 1) % period == 0 else local

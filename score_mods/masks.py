@@ -22,8 +22,15 @@ from attn_gym.masks import generate_prefix_lm_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 
-from score_mods._captured import Mod, check_sizes, described, is_mask_mod, operands, to_device
-from score_mods._checks import integer
+from score_mods._captured import (
+    Mod,
+    check_mask_mod,
+    check_sizes,
+    described,
+    operands,
+    to_device,
+)
+from score_mods._checks import integer, kind_of
 
 __all__ = [
     "and_masks",
@@ -126,8 +133,7 @@ def document(document_ids: Tensor) -> Mod:
         ValueError: if it has not one or two axes, or falls somewhere.
     """
     if not isinstance(document_ids, Tensor) or document_ids.is_floating_point():
-        got = getattr(document_ids, "dtype", type(document_ids).__name__)
-        raise TypeError(f"document_ids must be an integer tensor, got {got}")
+        raise TypeError(f"document_ids must be an integer tensor, got {kind_of(document_ids)}")
     if document_ids.ndim not in (1, 2):
         raise ValueError(
             f"document_ids must have shape (T,) or (B, T), got {(*document_ids.shape,)}"
@@ -284,8 +290,7 @@ def create_block_mask(
         TypeError: if `mask_mod` is no mask_mod, or a size no int.
         ValueError: if a size is below 1, or the mask was made for fewer positions.
     """
-    if not is_mask_mod(mask_mod, "mask_mod"):
-        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+    check_mask_mod(mask_mod)
     block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     if not isinstance(block_size, tuple) or len(block_size) != 2:
         raise TypeError(f"BLOCK_SIZE must be an int or (queries, keys), got {BLOCK_SIZE!r}")

@@ -70,6 +70,7 @@ def clear(shape: tuple[int, int], radius: int, text_length: int = 0) -> Mod:
         return some, ((q_lo >= start) | text_sees) & ((q_hi < start) | image_sees)
 
     clear_mask.block_bounds = bounds  # type: ignore[attr-defined]
+    clear_mask.made_for = (math.inf, text + math.prod(shape), math.inf)  # type: ignore[attr-defined]
     return described(clear_mask, f"clear({shape}, {radius})")
 
 
@@ -158,4 +159,5 @@ def natten(
         return some, torch.zeros_like(some)
 
     natten_mask.block_bounds = bounds  # type: ignore[attr-defined]
+    natten_mask.made_for = (math.inf, math.prod(shape), math.prod(shape))  # type: ignore[attr-defined]
     return described(natten_mask, f"natten({shape}, {kernel})")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from attn_gym.masks import generate_global_sliding_window
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from score_mods._captured import Mod, described
-from score_mods._checks import integer, sizes
+from score_mods._checks import integer, kind_of, sizes
 from score_mods.masks import causal, sliding_window
 
 
@@ -129,8 +131,7 @@ def longformer(is_global: Tensor, each_side: int = 256) -> Mod:
     Reference: Beltagy et al., "Longformer", arXiv 2004.05150.
     """
     if not isinstance(is_global, Tensor) or is_global.dtype != torch.bool:
-        got = getattr(is_global, "dtype", type(is_global).__name__)
-        raise TypeError(f"is_global must be a bool tensor, got {got}")
+        raise TypeError(f"is_global must be a bool tensor, got {kind_of(is_global)}")
     if is_global.ndim != 1:
         raise ValueError(f"is_global must have shape (T,), got {tuple(is_global.shape)}")
     reach = integer("each_side", each_side, at_least=0)
@@ -148,6 +149,7 @@ def longformer(is_global: Tensor, each_side: int = 256) -> Mod:
         return some, every
 
     mask.block_bounds = bounds
+    mask.made_for = (math.inf, len(is_global), len(is_global))
     return described(mask, f"longformer({each_side})")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from score_mods._checks import floating, integer, number
+from score_mods._checks import floating, integer, kind_of, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,10 @@ class Rotary:
     interleaved: bool = False
     start: Rotary | None = None
     start_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the frequencies."""
+        floating("frequencies", self.frequencies, "R/2")
 
     def cos_sin(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
@@ -125,7 +129,7 @@ class Rotary:
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"x must be a floating tensor, got {getattr(x, 'dtype', type(x))}")
+            raise TypeError(f"x must be a floating tensor, got {kind_of(x)}")
         rotated = 2 * self.frequencies.shape[0]
         if x.ndim != 4 or x.shape[-1] < rotated:
             raise ValueError(

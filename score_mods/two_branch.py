@@ -26,7 +26,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, described, is_mask_mod, made_for
+from score_mods._captured import Mod, check_mask_mod, described, made_for
 from score_mods._checks import integer, number
 from score_mods.attention import attention
 from score_mods.combine import with_offset, with_positions
@@ -110,14 +110,14 @@ class TwoBranch:
         """
         if form not in ("merge", "single"):
             raise ValueError(f'form must be "merge" or "single", got {form!r}')
+        if mask_mod is not None:
+            check_mask_mod(mask_mod)
+        check(q, k, v, score_mod, mask_mod, scale, enable_gqa)
         if form == "merge" and impl == "flex" and q.device.type == "cpu":
             raise ValueError(
                 "compiled FlexAttention gives no lse on a CPU, which merging needs; "
                 'use form="single" or impl="dense"'
             )
-        check(q, k, v, score_mod, None, scale, enable_gqa)
-        if mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
-            raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
         T_q, T = q.shape[2], k.shape[2]
         if q_positions is None and T_q != T:
             raise ValueError(

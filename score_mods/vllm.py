@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from score_mods._captured import Mod, described, is_mask_mod
+from score_mods._captured import Mod, check_score_mod, described
 
 
 def for_vllm(score_mod: Mod) -> Mod:
@@ -24,10 +24,7 @@ def for_vllm(score_mod: Mod) -> Mod:
     Raises:
         TypeError: if `score_mod` is none.
     """
-    if is_mask_mod(score_mod, "score_mod"):
-        raise TypeError(
-            "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod"
-        )
+    check_score_mod(score_mod)
 
     def vllm_mod(
         score: Tensor,

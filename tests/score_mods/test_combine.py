@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,39 @@ def test_exempt_keys_are_absolute_under_an_offset():
     assert not torch.equal(out[..., 1], score[..., 1])
 
 
+OF_TWENTY = {
+    "forgetting_gate": sm.forgetting_gate(-torch.rand(1, 2, 20)),
+    "scale_invariant_grid": sm.scale_invariant_grid((4, 5)),
+    "document": sm.document(torch.arange(20) // 9),
+    "natten": sm.natten((4, 5), (3, 3)),
+    "clear": sm.clear((4, 4), 2, text_length=4),
+    "longformer": sm.longformer(torch.arange(20) == 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWENTY)
+def test_no_mod_is_asked_for_positions_that_it_was_not_made_for(name):
+    mod = OF_TWENTY[name]
+    scores = name in ("forgetting_gate", "scale_invariant_grid")
+    combined = sm.compose(sm.softcap(5.0), mod) if scores else sm.and_masks(sm.causal, mod)
+
+    def attend(queries, mod):
+        q, k = torch.randn(1, 2, queries, 4), torch.randn(1, 2, 20, 4)
+        return sm.attention(q, k, k, *([mod] if scores else [None, mod]), impl="dense")
+
+    for mod in (OF_TWENTY[name], combined):
+        attend(20, mod)
+        attend(2, sm.with_offset(mod, 18))
+        attend(1, sm.with_positions(mod, torch.tensor([19]), torch.arange(20)))
+        for queries, beyond in ((21, mod), (3, sm.with_offset(mod, 18))):
+            with pytest.raises(ValueError, match="must reach to a batch of 1"):
+                attend(queries, beyond)
+        with pytest.raises(ValueError, match="q_offset must be at least 0 for a mod of 20"):
+            sm.with_offset(mod, -1)
+        with pytest.raises(ValueError, match="q_positions must be below 20 for a mod"):
+            sm.with_positions(mod, torch.tensor([[3], [20]]))
+
+
 def test_heads_follow_a_mod_through_every_combination():
     mod = sm.scale_invariant(torch.full((4,), 10.0))
     for combined in (
@@ -171,6 +205,11 @@ def test_to_device_keeps_gradients():
     assert out.grad_fn is not None
 
 
+class Own:
+    def mask(self, b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -181,7 +220,10 @@ def test_to_device_keeps_gradients():
         (lambda: sm.with_offset(sm.causal, 1, torch.tensor(1.0)), ValueError, "kv_offset"),
         (lambda: sm.with_offset(sm.causal, torch.tensor([1])), ValueError, "q_offset"),
         (lambda: sm.with_offset(lambda a: a, 1), TypeError, "function of 1 arguments"),
+        (lambda: sm.with_offset([].append, 1), TypeError, "got builtin_function_or_method"),
+        (lambda: sm.with_offset(Own().mask, 1), TypeError, "got method"),
         (lambda: sm.with_positions(sm.causal, [1]), TypeError, "q_positions"),
+        (lambda: sm.with_positions(sm.causal, np.arange(3)), TypeError, "got ndarray"),
         (lambda: sm.with_positions(sm.causal, IDX, IDX.float()), TypeError, "kv_positions"),
         (lambda: sm.with_positions(sm.causal, IDX.view(1, 1, -1)), ValueError, "q_positions"),
         (lambda: sm.exempt_keys(sm.causal, 1), TypeError, "got a mask_mod"),

@@ -360,6 +360,11 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
         ),
         (lambda: sm.rerope(ROTARY, W)(*qkv(3)), ValueError, 'form="single" or impl="dense"'),
         (
+            lambda: sm.rerope(ROTARY, W)([3], *qkv(3)[1:]),
+            TypeError,
+            "q must be a tensor, got list",
+        ),
+        (
             lambda: sm.rerope(ROTARY, W)(*qkv(9, 2), impl="dense"),
             ValueError,
             "q_positions must be given",
@@ -373,6 +378,13 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
                 "score_mod must reach to a batch of 1, 9 queries",
             )
             for form in ("merge", "single")
+        ),
+        (
+            lambda: sm.rerope(ROTARY, W)(
+                *qkv(9), mask_mod=sm.document(torch.arange(8)), form="single", impl="dense"
+            ),
+            ValueError,
+            "mask_mod must reach to a batch of 1, 9 queries",
         ),
         (lambda: sm.attention_sink("1"), TypeError, "sink must be a number"),
         (lambda: sm.attention_sink(torch.ones(2, 2)), ValueError, r"shape \(H,\)"),
