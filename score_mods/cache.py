@@ -21,9 +21,6 @@ class KVCache:
     """Keys and values of the tokens so far, of one layer, for inference.
 
     Attributes:
-        keys: `(B, H_kv, capacity, D)`.
-        values: `(B, H_kv, capacity, D_v)`.
-        positions: position of the token in each slot, -1 for none, `(B, capacity)`.
         lengths: position of the next token in each row, `(B,)`.
         sliding: whether the newest `capacity` tokens are kept when there are more.
     """
@@ -55,7 +52,7 @@ class KVCache:
             device: where the cache is.
 
         Raises:
-            TypeError: if a size is no int.
+            TypeError: if a size is no int, `sliding` no bool or `dtype` no floating dtype.
             ValueError: if a size is below 1.
         """
         sizes = [
@@ -69,14 +66,31 @@ class KVCache:
             )
         ]
         B, H_kv, slots, D, D_v = sizes
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating dtype, got {dtype!r}")
+        if not isinstance(sliding, bool):
+            raise TypeError(f"sliding must be a bool, got {type(sliding).__name__}")
         # One slot before those that are shown: padding is written there.
         self._keys = torch.zeros(B, H_kv, slots + 1, D, dtype=dtype, device=device)
         self._values = torch.zeros(B, H_kv, slots + 1, D_v, dtype=dtype, device=device)
         self._positions = torch.full((B, slots + 1), -1, device=device)
-        self.keys, self.values = self._keys[:, :, 1:], self._values[:, :, 1:]
-        self.positions = self._positions[:, 1:]
         self.lengths = torch.zeros(B, dtype=torch.int64, device=device)
         self.capacity, self.sliding = slots, sliding
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys, `(B, H_kv, capacity, D)`."""
+        return self._keys[:, :, 1:]
+
+    @property
+    def values(self) -> Tensor:
+        """The values, `(B, H_kv, capacity, D_v)`."""
+        return self._values[:, :, 1:]
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of the token in each slot, -1 for none, `(B, capacity)`."""
+        return self._positions[:, 1:]
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -106,13 +120,16 @@ class KVCache:
         Raises:
             TypeError: if `k` or `v` is no tensor, or `positions` no integer tensor.
             ValueError: if shapes, dtypes or devices do not fit, gradients are asked for, or
-                (checked outside compiled functions) a row would be longer than `capacity`.
+                (checked outside compiled functions) positions do not ascend or a row would be
+                longer than `capacity`.
         """
         self._check(k, v)
         B, _, n, _ = k.shape
         if positions is None:
             positions = self.next_positions(n)
-        positions = positions_of_shape(positions, (n,), (B, n)).expand(B, n)
+        else:
+            positions = positions_of_shape(positions, (n,), (B, n)).expand(B, n)
+            self._check_order(positions)
         stored, last = positions >= 0, positions.amax(1, keepdim=True)
         if not torch.compiler.is_compiling() and not self.sliding and last.max() >= self.capacity:
             raise ValueError(
@@ -154,6 +171,16 @@ class KVCache:
         if self.sliding:
             parts.append(_nearer_than(self.capacity, q_positions.device))
         return with_positions(and_masks(*parts), q_positions, kv_positions)
+
+    def _check_order(self, positions: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        before = torch.cat([self.lengths[:, None] - 1, positions[:, :-1]], 1).cummax(1).values
+        if ((positions >= 0) & (positions <= before)).any():
+            raise ValueError(
+                "positions must ascend in each row from where it ends, at "
+                f"{self.lengths.tolist()}, got {positions.tolist()}"
+            )
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         for name, new, held in (("k", k, self.keys), ("v", v, self.values)):

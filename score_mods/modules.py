@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._device import DeviceContext
 
-from score_mods._captured import Mod, is_mask_mod, to_device, within
+from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device, within
 from score_mods._checks import floating, integer, number, positions_of_shape
 from score_mods.attention import attention
 from score_mods.cache import KVCache
@@ -59,7 +59,7 @@ class Learnable(nn.Module):
                 self.arguments[name] = value
             elif name not in _POSITIVE:
                 self.register_parameter(name, nn.Parameter(value.detach().clone()))
-            elif (value <= 0).any():
+            elif not (value > 0).all():
                 raise ValueError(f"{name} must be positive, got {value.min().item()}")
             else:
                 self.register_parameter(f"log_{name}", nn.Parameter(value.detach().log()))
@@ -136,8 +136,8 @@ class FlexSelfAttention(nn.Module):
                     "score_mod captures a tensor that requires grad and would be no parameter of "
                     "this module; use Learnable(factory, name=tensor)"
                 )
-        if mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
-            raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+        if mask_mod is not None:
+            check_mask_mod(mask_mod)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
         if impl not in ("flex", "dense"):
@@ -179,7 +179,7 @@ class FlexSelfAttention(nn.Module):
                 the score_mod: of packed documents, say. Without a cache 0 to T - 1 if not given,
                 and the mask_mod has indices in x all the same. With a cache they go on from the
                 tokens in it if not given, the mask_mod has positions, and a negative position
-                marks padding.
+                marks padding. For the rotary and the score_mod a negative one is 0.
             cache: keys and values of the tokens before; the new ones are added to it.
             mask_mod: a mask_mod or BlockMask for this call instead of the module's: of packed
                 documents, or shared by all layers. With a cache, a mask_mod.
@@ -202,27 +202,33 @@ class FlexSelfAttention(nn.Module):
         B, T, _ = x.shape
         if positions is not None:
             positions_of_shape(positions, (T,), (B, T))
-        if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"cache must be a KVCache or None, got {type(cache).__name__}")
+        mask = self.mask_mod if mask_mod is None else mask_mod
+        if mask is not None and not isinstance(mask, BlockMask):
+            check_mask_mod(mask)
+        if cache is not None:
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"cache must be a KVCache or None, got {type(cache).__name__}")
+            if len(cache.lengths) != B:
+                raise ValueError(f"cache must be for a batch of {B}, got {len(cache.lengths)}")
         q = self.q_proj(x).view(B, T, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
         v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
         if self.qk_norm:
             q, k = (F.rms_norm(y, (self.head_dim,)).to(v.dtype) for y in (q, k))
         q, k = q.transpose(1, 2), k.transpose(1, 2)
+        here = positions
         if cache is not None and positions is None:
-            positions = cache.next_positions(T)
-        at = None if positions is None else positions.clamp(min=0)
+            here = cache.next_positions(T)
+        at = None if here is None else here.clamp(min=0)
         if self.rotary is not None:
             q, k = self.rotary(q, at), self.rotary(k, at)
 
-        mask = self.mask_mod if mask_mod is None else mask_mod
         kv_at = at
-        if cache is not None and positions is not None:
+        if cache is not None and here is not None:
             if isinstance(mask, BlockMask):
                 raise ValueError("mask_mod must be a mask_mod with a cache, got a BlockMask")
             k, v, kv_positions = cache.update(k, v, positions)
-            mask = cache.mask(mask, positions, kv_positions)
+            mask = cache.mask(mask, here, kv_positions)
             kv_at = kv_positions.clamp(min=0)
         # The dense form's products are float32, also under autocast.
         with torch.autocast(x.device.type, enabled=False):

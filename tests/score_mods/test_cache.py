@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -79,7 +82,34 @@ def test_unfilled_slots_are_seen_by_no_mask():
     assert cache.lengths.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_by_itself(copied):
+    cache = KVCache(B, H, 4, D)
+    cache.update(*tokens(2))
+    k, v = tokens(1)
+    other = copied(cache)
+    keys, values, positions = other.update(k, v)
+    assert torch.equal(keys[:, :, 2:3], k)
+    assert torch.equal(values[:, :, 2:3], v)
+    assert positions.tolist() == [[0, 1, 2, -1]] * B
+    assert cache.positions.tolist() == [[0, 1, -1, -1]] * B
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+@pytest.mark.parametrize("positions", [[1, 2], [3, 3], [4, 3], [2, -1], [[2, 3], [1, 2]]])
+def test_positions_that_do_not_ascend_are_an_error(sliding, positions):
+    cache = KVCache(B, H, 9, D, sliding=sliding)
+    cache.update(*tokens(3), torch.tensor([[-1, 0, 1], [0, 1, 2]]))
+    with pytest.raises(ValueError, match=r"must ascend .* where it ends, at \[2, 3\], got"):
+        cache.update(*tokens(2), torch.tensor(positions))
+    cache.update(*tokens(2), torch.tensor([[2, 5], [-1, 3]]))
+
+
 def test_bad_arguments_are_named():
+    with pytest.raises(TypeError, match="dtype must be a floating dtype, got torch"):
+        KVCache(1, 1, 1, 1, dtype=torch.int32)
+    with pytest.raises(TypeError, match="sliding must be a bool, got str"):
+        KVCache(1, 1, 1, 1, sliding="no")
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         KVCache(1, 1, 0, 1)
     with pytest.raises(TypeError, match="head_dim must be an int"):

@@ -310,6 +310,8 @@ def test_bad_learnables_and_inputs_are_named():
         Learnable(1.0, tau=TAU)
     with pytest.raises(ValueError, match="tau must be positive, got -1"):
         Learnable(sm.scale_invariant, tau=torch.tensor([-1.0]))
+    with pytest.raises(ValueError, match="tau must be positive, got nan"):
+        Learnable(sm.scale_invariant, tau=torch.tensor([1.0, torch.nan]))
     with pytest.raises(ValueError, match="a floating tensor to learn"):
         Learnable(sm.scale_invariant, tau=10.0)
     with pytest.raises(ValueError, match=r"x must have shape \(B, T, 64\)"):
@@ -319,11 +321,18 @@ def test_bad_learnables_and_inputs_are_named():
         (torch.zeros(2, 3, DIM), {"positions": 3}, "positions must be an integer tensor, got int"),
         (torch.zeros(2, 3, DIM), {"positions": torch.rand(3)}, "got torch.float32"),
         (torch.zeros(2, 3, DIM), {"cache": {}}, "cache must be a KVCache or None, got dict"),
+        *(
+            (torch.zeros(2, 3, DIM), {"mask_mod": mask} | more, f"mask_mod must be .* got {got}")
+            for mask, got in (("causal", "str"), (sm.alibi(H), "a score_mod"))
+            for more in ({}, {"cache": KVCache(2, H_KV, 9, D)})
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             make()(x, **more)
     with pytest.raises(ValueError, match="x must have no empty axis"):
         make()(torch.zeros(0, 3, DIM))
+    with pytest.raises(ValueError, match="cache must be for a batch of 2, got 1"):
+        make()(torch.zeros(2, 3, DIM), cache=KVCache(1, H_KV, 9, D))
     block_mask = sm.create_block_mask(sm.causal, None, None, 3, 3)
     with torch.no_grad(), pytest.raises(ValueError, match="got a BlockMask"):
         make()(torch.zeros(2, 3, DIM), cache=KVCache(2, H_KV, 9, D), mask_mod=block_mask)
