@@ -50,6 +50,14 @@ def _kernel_options(
     )
 
 
+def check_impl(impl: str, backend: str = "auto") -> None:
+    """Raise ValueError if `attention` has no such implementation."""
+    if impl not in ("flex", "dense"):
+        raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+    if backend not in ("auto", "triton", "flash"):
+        raise ValueError(f'backend must be "auto", "triton" or "flash", got {backend!r}')
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -101,10 +109,7 @@ def attention(
     >>> out.shape
     torch.Size([1, 2, 8, 16])
     """
-    if impl not in ("flex", "dense"):
-        raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
-    if backend not in ("auto", "triton", "flash"):
-        raise ValueError(f'backend must be "auto", "triton" or "flash", got {backend!r}')
+    check_impl(impl, backend)
     check(q, k, v, score_mod, mask_mod, scale, enable_gqa)
     if impl == "dense":
         dense_mask = mask_mod.mask_mod if isinstance(mask_mod, BlockMask) else mask_mod

@@ -10,26 +10,33 @@ and in packed documents alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from score_mods._captured import Mod, is_mask_mod, to_device
-from score_mods.attention import attention
+from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device
+from score_mods.attention import attention, check_impl
 from score_mods.combine import compose, with_offset, with_positions
+from score_mods.late_rotary import (
+    PROBE,
+    Late,
+    embeddings_of,
+    late_form,
+    paired,
+    pairings,
+    set_frequencies,
+)
 from score_mods.masks import and_masks, causal, create_block_mask
 from score_mods.rotary import Rotary
 from score_mods.sinks import attention_sink
 from score_mods.softcap import softcap as softcap_mod
 from score_mods.two_branch import TwoBranch
-
-Late: TypeAlias = TwoBranch | Callable[[int], Rotary]
 
 _registered: set[str] = set()
 _guards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -67,8 +74,9 @@ def register(
 
     The model's own mask, scale, grouped heads, softcap (before the score_mod) and sinks are kept.
     Positions are those of the tokens: of padding nothing is counted, and packed documents start
-    again at 0 where the model hands on `position_ids`. Under autocast, queries, keys and values
-    are cast to its dtype.
+    again at 0 where the model hands on `position_ids`, without a cache (`use_cache=False`):
+    transformers looks for them there alone. Under autocast, queries, keys and values are cast to
+    its dtype.
 
     Args:
         name: for `from_pretrained(..., attn_implementation=name)` and
@@ -83,7 +91,7 @@ def register(
 
     Raises:
         TypeError: if `name` is no string, `score_mod` none of the three or `mask_mod` no mask_mod.
-        ValueError: if `name` is one of transformers' own, or `impl` unknown.
+        ValueError: if `name` is one of transformers' own, or `impl` or `backend` unknown.
         ImportError: if transformers is missing.
 
     The model raises a ValueError that says so in one line if its attention is not causal, has
@@ -95,25 +103,31 @@ def register(
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     if name not in _registered and name in ("eager", *transformers.AttentionInterface()):
         raise ValueError(f"name must not be one of transformers' own, got {name!r}")
-    if impl not in ("flex", "dense"):
-        raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
-    if mask_mod is not None and not is_mask_mod(mask_mod, "mask_mod"):
-        raise TypeError("mask_mod must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+    check_impl(impl, backend)
+    if mask_mod is not None:
+        check_mask_mod(mask_mod)
     code = getattr(score_mod, "__code__", None)
     by_layer = code is not None and code.co_argcount == 1
     if not by_layer:
         _checked(score_mod)
-    # What is captured is moved once for each device, which a compiled model could not do.
-    mods: dict[tuple[int | None, float | None, torch.device], Mod | None] = {}
+    mods: dict[tuple[int | None, float | None], Mod | None] = {}
+    # What is captured is moved in every call, for it may have changed, but in no compiled model.
+    moved: dict[tuple[int | None, float | None, torch.device], Mod] = {}
 
     def mod_of(layer: int | None, cap: float | None, device: torch.device) -> Mod | None:
-        if (layer, cap, device) in mods:
-            return mods[layer, cap, device]
-        mod: Any = _checked(score_mod(layer)) if by_layer else score_mod  # type: ignore[arg-type, misc]
-        if cap is not None:
-            mod = softcap_mod(cap) if mod is None else compose(softcap_mod(cap), mod)
-        if mod is not None and not torch.compiler.is_compiling():
-            mod = mods[layer, cap, device] = to_device(mod, device)
+        compiling = torch.compiler.is_compiling()
+        if compiling and (layer, cap, device) in moved:
+            return moved[layer, cap, device]
+        if (layer, cap) in mods:
+            mod: Any = mods[layer, cap]
+        else:
+            mod = _checked(score_mod(layer)) if by_layer else score_mod  # type: ignore[arg-type, misc]
+            if cap is not None:
+                mod = softcap_mod(cap) if mod is None else compose(softcap_mod(cap), mod)
+        if not compiling:
+            mods[layer, cap] = mod
+            if mod is not None:
+                mod = moved[layer, cap, device] = to_device(mod, device)
         elif mod is not None and device.type != "cpu":
             raise ValueError(f"call the model once on {device} before you compile it")
         return mod
@@ -222,6 +236,11 @@ def _mask(
         q_shift = q_offset.to(device)
     else:
         q_shift = torch.full((), q_offset, device=device)
+        if attention_mask is not None and attention_mask.shape[1] < q_length + q_offset:
+            raise ValueError(
+                f"attention_mask must have shape (B, {q_length + q_offset}), for all tokens so "
+                f"far, got {tuple(attention_mask.shape)}"
+            )
     shift = q_shift, torch.full((), kv_offset, device=device)
     is_causal = mask_function is causal_mask_function
     mask_mod = causal if is_causal else mask_function
@@ -288,12 +307,13 @@ def _tables(at: _Positions, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]
 def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
     """Swaps the position scheme of a loaded model, in place.
 
-    A `Rotary` (p-RoPE, NTK, YaRN) replaces the frequencies and the factor on cos and sin; the
-    model pairs channels as before. Schemes that need keys unrotated in the cache make the model's
-    own rotary embedding the identity, and the attention function of `register` rotates: a
-    `TwoBranch` (Self-Extend, ReRoPE), a function from the length of the context to a `Rotary`
-    (dynamic NTK), or a `Rotary` whose first tokens have frequencies of their own. The change is
-    not saved with the model, and the last one holds.
+    A `Rotary` (p-RoPE, NTK, YaRN) replaces the frequencies and the factor on cos and sin. Schemes
+    that need keys unrotated in the cache make the model's own rotary embedding the identity, and
+    the attention function of `register` rotates: a `TwoBranch` (Self-Extend, ReRoPE), a function
+    from the length of the context to a `Rotary` (dynamic NTK), or a `Rotary` whose first tokens
+    have frequencies of their own. The model pairs channels as before, and its layers without
+    rotary positions stay without; for these schemes, both are seen in a run of three tokens. The
+    change is not saved with the model, and the last one holds.
 
     Args:
         model: a transformers model whose rotary embedding has one set of frequencies; of a
@@ -301,8 +321,10 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
         rotary: the scheme, for as many channels as the model rotates.
 
     Raises:
-        TypeError: if `rotary` is none of the three.
-        ValueError: if the model has no such rotary embedding, or one of another size.
+        TypeError: if `model` is no module, or `rotary` none of the three.
+        ValueError: if the model has no such rotary embedding, or one of another size; if keys are
+            to be unrotated and its layers call no attention function of transformers' interface,
+            or rotate other than the leading channels of each head.
 
     A model whose keys are unrotated raises a ValueError if it runs under an `attn_implementation`
     that is none of `register`.
@@ -311,52 +333,32 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
     >>> def scheme(length):
     ...     return dynamic_ntk_rope(64, length, 8192)
     """
-    late = None
-    if not isinstance(rotary, Rotary):
-        late, rotary = rotary, rotary.rotary if isinstance(rotary, TwoBranch) else _example(rotary)
-    elif rotary.start is not None:
-        late = partial(_whatever_length, rotary)
-    embeddings = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
-    if not embeddings:
-        raise ValueError(f"model has no rotary embedding with inv_freq: {type(model).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+    late, rotary = late_form(rotary)
+    embeddings = embeddings_of(model, rotary)
+    turned: MutableMapping[nn.Module, bool | None] = {}
+    if late is None:
+        set_frequencies(embeddings, rotary.frequencies, rotary.attention_factor)
+    else:
+        turned = pairings(model, embeddings, _transformers().AttentionInterface.register)
+        set_frequencies(embeddings, torch.zeros_like(rotary.frequencies))
     for embedding in embeddings:
-        if embedding.inv_freq.shape != rotary.frequencies.shape:
-            raise ValueError(
-                f"rotary must be for {2 * embedding.inv_freq.numel()} channels, "
-                f"got {2 * rotary.frequencies.numel()}"
-            )
-    frequencies = rotary.frequencies if late is None else torch.zeros_like(rotary.frequencies)
-    for embedding in embeddings:
-        embedding.rope_type = "default"  # frequencies that do not change by themselves
-        embedding.inv_freq = frequencies.to(embedding.inv_freq.device, torch.float32)
-        embedding.attention_scaling = rotary.attention_factor if late is None else 1.0
         if embedding in _guards:
             _guards.pop(embedding).remove()
         if late is not None:
             _guards[embedding] = embedding.register_forward_pre_hook(_guard(model))
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            module.late_rotary = late
-
-
-def _whatever_length(rotary: Rotary, length: int) -> Rotary:
-    return rotary
-
-
-def _example(rotary: Any) -> Rotary:
-    made = rotary(1) if callable(rotary) else None
-    if not isinstance(made, Rotary):
-        raise TypeError(
-            "rotary must be a Rotary, a TwoBranch or a function from a length to a Rotary, "
-            f"got {type(rotary).__name__}"
-        )
-    return made
+            pairs = turned.get(module)
+            turns = late is not None and pairs is not None
+            module.late_rotary = paired(late, pairs) if turns else None  # type: ignore[arg-type, assignment]
 
 
 def _guard(model: Any) -> Callable[..., None]:
     def must_rotate(module: nn.Module, args: Any) -> None:
         name = model.config._attn_implementation
-        if name not in _registered:
+        if name not in _registered and name != PROBE:
             raise ValueError(
                 f"attn_implementation must be one of register, which rotates keys, got {name!r}"
             )

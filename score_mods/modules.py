@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device, within
 from score_mods._checks import floating, integer, number, positions_of_shape
-from score_mods.attention import attention
+from score_mods.attention import attention, check_impl
 from score_mods.cache import KVCache
 from score_mods.combine import with_positions
 from score_mods.masks import causal
@@ -140,8 +140,7 @@ class FlexSelfAttention(nn.Module):
             check_mask_mod(mask_mod)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
-        if impl not in ("flex", "dense"):
-            raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
+        check_impl(impl)
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim // heads
         self.score_mod, self.mask_mod, self.rotary = score_mod, mask_mod, rotary
         self.qk_norm, self.impl = qk_norm, impl

@@ -315,6 +315,8 @@ def test_what_is_not_supported_says_so():
             register(name, None)
     with pytest.raises(ValueError, match="impl must be"):
         register("other", None, impl="fast")
+    with pytest.raises(ValueError, match="backend must be"):
+        register("other", None, backend="fast")
     with pytest.raises(TypeError, match="got a mask_mod"):
         register("other", sm.causal)
     with pytest.raises(TypeError, match="got float"):
@@ -326,6 +328,8 @@ def test_what_is_not_supported_says_so():
         logits(llama(), "wrong_by_layer", tokens)
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(B, T\)"):
         logits(llama(), "identity", tokens, attention_mask=torch.ones(1, 1, 5, 5))
+    with pytest.raises(ValueError, match=r"\(B, 5\), for all tokens so far, got \(1, 4\)"):
+        logits(llama(), "identity", tokens, attention_mask=torch.ones(1, 4))
     config = transformers.BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
@@ -337,6 +341,21 @@ def test_what_is_not_supported_says_so():
     model.set_attn_implementation("identity")
     with pytest.raises(ValueError, match=r"attention dropout must be 0, got 0\.1"):
         model(tokens)
+
+
+def test_what_was_moved_follows_what_is_learned(monkeypatch):
+    """As if the parameter were on another device than the model, so that each use is a copy."""
+    monkeypatch.setattr("score_mods._captured._tensor_on", lambda value, device: value.clone())
+    tau = torch.full((4,), TAU, requires_grad=True)
+    register("learned", sm.scale_invariant(tau), impl="dense")
+    model, tokens = llama(), sample(1, 20)
+    before = logits(model, "learned", tokens)
+    with torch.no_grad():
+        tau.mul_(2)
+    after = logits(model, "learned", tokens)
+    register("doubled", sm.scale_invariant(2 * TAU), impl="dense")
+    assert (after - logits(model, "doubled", tokens)).abs().max() < 1e-4
+    assert (after - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
@@ -425,6 +444,8 @@ def test_patch_rotary_with_start_tokens():
 
 
 def test_patch_rotary_names_what_is_wrong():
+    with pytest.raises(TypeError, match="model must be a model of transformers, got str"):
+        patch_rotary("llama", sm.rope(16))
     with pytest.raises(TypeError, match="rotary must be a Rotary, a TwoBranch or"):
         patch_rotary(llama(), 10000.0)
     with pytest.raises(ValueError, match="rotary must be for 16 channels, got 32"):
