@@ -22,7 +22,7 @@ from analysis.invariance import judge
 from analysis.measure import measure
 from score_mods import compose, exempt_keys, kerple_log, ntk_rope, scale_invariant
 from score_mods._captured import Mod, at_head, described, parameter
-from score_mods._checks import integer, number
+from score_mods._checks import integer, kind_of, number
 from score_mods.huggingface import patch_rotary, register
 from score_mods.rotary import Rotary
 from score_mods.two_branch import TwoBranch
@@ -81,6 +81,8 @@ class Calibration:
             TypeError: A number has the wrong type.
             ValueError: `sigma` or `part` is none of these, or a number is out of its range.
         """
+        if integer("layer", layer, at_least=0) >= len(self.mu):
+            raise ValueError(f"layer must be below {len(self.mu)}, got {layer}")
         tau = self.tau if tau is None else tau
         _check_law(tau, sinks, sigma, part)
         if part == "bias":
@@ -163,15 +165,13 @@ def calibrate(
         A `Calibration`; mu is pooled over texts by the mean, sigma by the root mean square.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, the model's attention is not causal or not
             in every layer, or a layer caps its logits, so that a score_mod gets others.
     """
-    lengths = sorted({tuple(t.shape) for t in texts})
-    if len(lengths) != 1 or len(lengths[0]) != 2 or lengths[0][0] != 1 or lengths[0][1] < 256:
-        raise ValueError(f"texts must have one shape [1, T] with T >= 256, got {lengths}")
-    if rows < 16:
-        raise ValueError(f"rows must be at least 16, got {rows}")
-    length = lengths[0][1]
+    length = _check_texts(texts)
+    number("tau", tau, positive=True)
+    integer("rows", rows, at_least=16)
     late = torch.linspace(length // 2, length - 1, rows).long().unique()
     found: list[dict[int, dict[str, Tensor]]] = []
 
@@ -226,6 +226,19 @@ def calibrate(
     )
 
 
+def _check_texts(texts: Sequence[Tensor]) -> int:
+    """The length of the texts, checked."""
+    if not isinstance(texts, (list, tuple)):
+        raise TypeError(f"texts must be a list of token ids [1, T], got {type(texts).__name__}")
+    for text in texts:
+        if not isinstance(text, Tensor) or text.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"texts must be int64 or int32 tensors, got {kind_of(text)}")
+    lengths = sorted({tuple(text.shape) for text in texts})
+    if len(lengths) != 1 or len(lengths[0]) != 2 or lengths[0][0] != 1 or lengths[0][1] < 256:
+        raise ValueError(f"texts must have one shape [1, T] with T >= 256, got {lengths}")
+    return lengths[0][1]
+
+
 def extend(
     model: Any,
     factor: float,
@@ -266,28 +279,42 @@ def extend(
         The `Calibration`; save it with the model.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: Neither or both of `texts` and `calibration` are given, both `ntk_factor` and
-            `rotary` are, or as `calibrate`, `Calibration.score_mod` and `patch_rotary`.
+            `rotary` are, the calibration is of a model with other layers or heads, or as
+            `calibrate`, `Calibration.score_mod`, `patch_rotary` and `register`. A model of which
+            `calibrate` says so has been given its new positions by then.
 
     Reference: arXiv 2505.17083; the NTK-scaled base is arXiv 2309.00071, section 3.1.
     """
     if (texts is None) == (calibration is None):
         raise ValueError("one of texts and calibration must be given")
+    if rotary is not None and ntk_factor is not None:
+        raise ValueError("one of ntk_factor and rotary must be given at most")
     _check_law(tau, sinks, sigma, part)
+    if texts is not None:
+        _check_texts(texts)
+    if number("factor", factor, positive=True) < 1:
+        raise ValueError(f"factor must be at least 1, got {factor}")
     if rotary is None:
         head_dim, base = plain_rope(model)
-        rotary = ntk_rope(head_dim, float(factor if ntk_factor is None else ntk_factor), base)
-    elif ntk_factor is not None:
-        raise ValueError("one of ntk_factor and rotary must be given at most")
-    patch_rotary(model, rotary.rotary if isinstance(rotary, TwoBranch) else rotary)
-    found = calibrate(model, texts, tau=tau) if texts is not None else calibration
-    assert found is not None
-    patch_rotary(model, rotary)
+        rotary = ntk_rope(head_dim, factor if ntk_factor is None else ntk_factor, base)
+    if calibration is not None:
+        sizes = model.config.num_hidden_layers, model.config.num_attention_heads
+        measured = len(calibration.mu), len(calibration.mu[0])
+        if measured != sizes:
+            raise ValueError(f"calibration must have (layers, heads) {sizes}, got {measured}")
 
     def score_mod(layer: int) -> Mod:
         return found.score_mod(layer, tau=tau, sinks=sinks, sigma=sigma, mu=mu, part=part)
 
     register(name, score_mod, **options)
+    patch_rotary(model, rotary)
+    found: Any = calibration
+    if texts is not None:
+        patch_rotary(model, rotary.rotary if isinstance(rotary, TwoBranch) else rotary)
+        found = calibrate(model, texts, tau=tau)
+        patch_rotary(model, rotary)
     model.set_attn_implementation(name)
     return found
 

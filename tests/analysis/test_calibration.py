@@ -183,6 +183,31 @@ def test_what_is_wrong_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             extend(model, 2, texts(1), **wrong)
+    for wrong, error, message in (
+        ({"factor": "4"}, TypeError, "factor must be a positive number, got str"),
+        ({"factor": True}, TypeError, "factor must be a positive number, got bool"),
+        ({"factor": 0.5, "rotary": sm.rope(16)}, ValueError, "factor must be at least 1"),
+        ({"texts": ["a text"]}, TypeError, "texts must be int64 or int32 tensors, got str"),
+        ({"texts": texts(1)[0]}, TypeError, "texts must be a list of token ids"),
+        ({"texts": [texts(1)[0].float()]}, TypeError, "tensors, got torch.float32"),
+        ({"texts": [texts(1)[0][:, :99]]}, ValueError, "texts must have one shape"),
+        ({"name": "sdpa"}, ValueError, "one of transformers' own"),
+        ({"impl": "fast"}, ValueError, "impl must be"),
+    ):
+        with pytest.raises(error, match=message):
+            extend(model, **{"factor": 2, "texts": texts(1)} | wrong)
+    for before, after in zip(llama().buffers(), model.buffers(), strict=True):
+        assert torch.equal(before, after)
+    small = Calibration(10.0, [[0.0] * 4], [[1.0] * 4], [], [], [], [], [])
+    with pytest.raises(ValueError, match=r"\(layers, heads\) \(2, 4\), got \(1, 4\)"):
+        extend(model, 2, calibration=small)
+    for layer, error in ((-1, ValueError), (1, ValueError), ("0", TypeError)):
+        with pytest.raises(error, match="layer must be"):
+            small.score_mod(layer)
+    with pytest.raises(TypeError, match="rows must be an int, got float"):
+        calibrate(model, texts(1), rows=16.5)
+    with pytest.raises(ValueError, match="tau must be a positive number"):
+        calibrate(model, texts(1), tau=-1.0, verdicts=False)
     with pytest.raises(ValueError, match="texts must have one shape"):
         calibrate(model, [torch.zeros(1, 100, dtype=torch.long)])
     with pytest.raises(ValueError, match="rows must be at least 16"):
