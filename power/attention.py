@@ -220,10 +220,15 @@ def count_sequences(cu_seqlens: Tensor, x: Tensor) -> int:
     return bounds - 1
 
 
-def choose_impl(impl: Impl, q: Tensor) -> Impl:
-    """Return "triton" or "reference", or raise where that is neither, or Triton cannot run."""
+def check_impl(impl: Impl) -> None:
+    """Raise ValueError unless `impl` is one."""
     if impl not in ("auto", "triton", "reference"):
         raise ValueError(f"impl must be 'auto', 'triton' or 'reference', got {impl!r}")
+
+
+def choose_impl(impl: Impl, q: Tensor) -> Impl:
+    """Return "triton" or "reference", or raise where that is neither, or Triton cannot run."""
+    check_impl(impl)
     if impl == "auto":
         impl = "triton" if q.device.type == "cuda" else "reference"
     if impl == "triton":

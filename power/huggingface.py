@@ -69,7 +69,9 @@ def replace_attention(
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     if model.device.type == "meta":
         raise ValueError("model must hold its weights, got one on the meta device")
-    if layers is not None and not isinstance(layers, (list, tuple, range)):
+    if layers is not None and not (
+        isinstance(layers, (list, tuple, range)) and all(type(layer) is int for layer in layers)
+    ):
         raise TypeError(f"layers must be a list of ints or None, got {layers!r}")
     transformers.AttentionInterface.register(_NAME, _not_replaced)
     transformers.AttentionInterface.register(_PROBE, _probe)

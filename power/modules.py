@@ -6,7 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from power.attention import Impl, check_tensor, count_sequences, power_attention
+from power.attention import (
+    Impl,
+    check_impl,
+    check_tensor,
+    count_sequences,
+    power_attention,
+)
 from power.decode import (
     DecodeState,
     check_decode_state,
@@ -48,8 +54,8 @@ class PowerAttention(nn.Module):
         dtype: Dtype of the parameters.
 
     Raises:
-        TypeError: If `deg` is not an int.
-        ValueError: If sizes, the degree or the horizons do not fit.
+        TypeError: If a size or `deg` is not an int, or the horizons are not numbers.
+        ValueError: If sizes, the degree or the horizons do not fit, or `impl` is unknown.
 
     Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
     2507.04239). The spread of the gates is this library's choice.
@@ -79,8 +85,14 @@ class PowerAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_degree(deg)
+        check_impl(impl)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = dim, num_heads, kv_heads, *(x for x in (head_dim, value_dim) if x is not None)
+        if not all(type(size) is int for size in sizes):
+            raise TypeError(
+                "dim, num_heads, num_kv_heads, head_dim and value_dim must be ints, got "
+                f"{', '.join(map(repr, sizes))}"
+            )
         if min(sizes) < 1 or num_heads % kv_heads:
             raise ValueError(
                 "dim, num_heads, num_kv_heads, head_dim and value_dim must be positive, and "
@@ -91,6 +103,10 @@ class PowerAttention(nn.Module):
                 f"dim must be a multiple of num_heads where head_dim is None, got {dim} and "
                 f"{num_heads}"
             )
+        if not isinstance(horizons, (tuple, list)) or not all(
+            isinstance(horizon, (int, float)) for horizon in horizons
+        ):
+            raise TypeError(f"horizons must be two numbers, got {horizons!r}")
         if len(horizons) != 2 or not 1 < horizons[0] <= horizons[1] < torch.inf:
             raise ValueError(
                 f"horizons must be two finite numbers above 1 that do not fall, got {horizons}"

@@ -91,6 +91,10 @@ def test_what_is_not_supported_says_so():
         replace_attention(llama(), layers=[])
     with pytest.raises(TypeError, match="layers must be a list of ints or None, got 1"):
         replace_attention(llama(), layers=1)
+    with pytest.raises(TypeError, match=r"layers must be a list of ints or None, got \[True\]"):
+        replace_attention(llama(), layers=[True])
+    with pytest.raises(ValueError, match="impl must be 'auto'"):
+        replace_attention(llama(), impl="flex")
     with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
         replace_attention(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="model must hold its weights"):

@@ -163,10 +163,27 @@ def test_parts_can_be_left_out(x):
         (r"horizons must be two .* got \(5,\)", {"horizons": (5,)}),
         (r"horizons must be two .* got \(5, inf\)", {"horizons": (5, math.inf)}),
         ("deg must be positive and even", {"deg": 3}),
+        ("impl must be 'auto', 'triton' or 'reference', got 'flex'", {"impl": "flex"}),
     ],
 )
 def test_errors(message, options):
     with pytest.raises(ValueError, match=message):
+        PowerAttention(24, **{"num_heads": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"must be ints, got 24, 4, 4, 8\.0", {"head_dim": 8.0}),
+        ("must be ints, got 24, True, True", {"num_heads": True}),
+        ("must be ints, got 24, 4, '2'", {"num_kv_heads": "2"}),
+        ("horizons must be two numbers, got 5", {"horizons": 5}),
+        (r"horizons must be two numbers, got \('16', '64'\)", {"horizons": ("16", "64")}),
+        ("deg must be an int, got float", {"deg": 2.0}),
+    ],
+)
+def test_errors_of_type(message, options):
+    with pytest.raises(TypeError, match=message):
         PowerAttention(24, **{"num_heads": 4, **options})
 
 
