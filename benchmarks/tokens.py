@@ -117,7 +117,7 @@ class TokenFile:
         documents: name, first and last token (excluded) and UTF-8 bytes of each.
         held_out: indices of the validation documents.
         vocabulary: number of token ids.
-        recipe: what it was built from.
+        recipe: what it was built from, and the SHA-256 of the tokens, the same wherever they lie.
     """
 
     tokens: np.ndarray
@@ -222,7 +222,9 @@ def token_file(
     held_out: int = 16,
     most: int | None = None,
 ) -> TokenFile:
-    """Build the token file of a source, or find it if it was built.
+    """Build the token file of a source, or find it if it was built and no file has changed since.
+
+    What is installed is read once, whatever is installed later.
 
     Args:
         source: see this module's docstring.
@@ -245,8 +247,8 @@ def token_file(
     recipe: dict[str, Any] = {"source": source, "tokenizer": tokenizer.name, "most": most}
     if source != "installed":
         recipe["source"] = path.resolve().name
-        recipe["changed"] = path.stat().st_mtime_ns
-    kept = Path(folder, digest([recipe, str(path.resolve())]))
+    place = [] if source == "installed" else [str(path.resolve()), _changed(path)]
+    kept = Path(folder, digest([recipe, place]))
     if not (kept / "index.json").is_file():
         partial = kept.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -254,11 +256,17 @@ def token_file(
         _write(source, tokenizer, partial, most)
         partial.rename(kept)
     index = json.loads((kept / "index.json").read_text(encoding="utf-8"))
+    recipe["sha256"] = index["sha256"]
     tokens = np.memmap(kept / "tokens.bin", dtype=index["dtype"], mode="r")
     documents = [(name, start, stop, size) for name, start, stop, size in index["documents"]]
     return TokenFile(
         tokens, documents, _held_out(documents, span, held_out), index["vocabulary"], recipe
     )
+
+
+def _changed(path: Path) -> int:
+    """When a file, or the last one in a folder, was changed, came or went, in nanoseconds."""
+    return max(x.lstat().st_mtime_ns for x in (path, *path.rglob("*")))
 
 
 def _held_out(documents: list[tuple[str, int, int, int]], span: int, count: int) -> list[int]:
@@ -282,13 +290,14 @@ def _write(source: str, tokenizer: Tokenizer, folder: Path, most: int | None) ->
     """Encode a source into `tokens.bin` and `index.json`."""
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
     documents: list[tuple[str, int, int, int]] = []
-    total = 0
+    total, content = 0, hashlib.sha256()
     with (folder / "tokens.bin").open("wb") as file, tqdm(unit="token", unit_scale=True) as bar:
         for name, pieces in _encoded(source, tokenizer):
             start, size = total, 0
             for ids, read in pieces:
                 array = np.asarray(ids, dtype=dtype)
                 file.write(array.tobytes())
+                content.update(array.tobytes())
                 total, size = total + len(array), size + read
                 bar.update(len(array))
                 if most is not None and total >= most:
@@ -297,7 +306,12 @@ def _write(source: str, tokenizer: Tokenizer, folder: Path, most: int | None) ->
                 documents.append((name, start, total, size))
             if most is not None and total >= most:
                 break
-    index = {"dtype": dtype, "vocabulary": tokenizer.vocabulary, "documents": documents}
+    index = {
+        "dtype": dtype,
+        "sha256": content.hexdigest(),
+        "vocabulary": tokenizer.vocabulary,
+        "documents": documents,
+    }
     write_json(folder / "index.json", index)
 
 

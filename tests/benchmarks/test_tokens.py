@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -122,6 +124,24 @@ def test_is_found_again_until_it_changes(folder, tmp_path, monkeypatch):
     monkeypatch.undo()
     (folder / "one_more.md").write_text("more\n" * 1000)
     assert len(build(folder, tmp_path).documents) == 62
+    (folder / "package7" / "a.py").write_text("edited\n" * 400)
+    edited = build(folder, tmp_path)
+    assert "edited" in text(
+        edited, [name for name, *_ in edited.documents].index("packages/package7")
+    )
+    (folder / "package8" / "a.py").unlink()
+    assert len(build(folder, tmp_path).tokens) < len(edited.tokens)
+
+
+def test_a_copy_of_a_source_is_the_same_data(folder, tmp_path):
+    """Rows made on two machines are of one table if their tokens are the same."""
+    data = build(folder, tmp_path)
+    copied = shutil.copytree(folder, tmp_path / "elsewhere" / "packages")
+    os.utime(copied, (0, 0))
+    os.utime(copied / "package7" / "a.py")
+    assert build(copied, tmp_path).describe() == data.describe()
+    (copied / "package7" / "a.py").write_text(lines(7).replace("a7", "c7"))  # as long as before
+    assert build(copied, tmp_path).describe() != data.describe()
 
 
 def test_what_was_cut_short_is_built_anew(folder, tmp_path, monkeypatch):
