@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device
+from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device, within
 from score_mods.attention import attention, check_impl
 from score_mods.combine import compose, with_offset, with_positions
 from score_mods.late_rotary import (
@@ -111,12 +111,13 @@ def register(
     if not by_layer:
         _checked(score_mod)
     mods: dict[tuple[int | None, float | None], Mod | None] = {}
-    # What is captured is moved in every call, for it may have changed, but in no compiled model.
+    # What is captured is moved once for each device, which a compiled model could not do, and
+    # what is learned anew in every call.
     moved: dict[tuple[int | None, float | None, torch.device], Mod] = {}
 
     def mod_of(layer: int | None, cap: float | None, device: torch.device) -> Mod | None:
         compiling = torch.compiler.is_compiling()
-        if compiling and (layer, cap, device) in moved:
+        if (layer, cap, device) in moved and (compiling or not _learns(mods[layer, cap])):
             return moved[layer, cap, device]
         if (layer, cap) in mods:
             mod: Any = mods[layer, cap]
@@ -199,6 +200,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) for x in tensors)
+
+
+def _learns(score_mod: Mod | None) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in within(score_mod))
 
 
 def _checked(score_mod: Any) -> Mod | None:
