@@ -5,9 +5,10 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from power import operator
-from power.feature_map import PowerState, check_degree, state_size
+from power.feature_map import PowerState, check_degree, check_size, state_size
 from power.reference import state_dtype
 
 Impl = Literal["auto", "triton", "reference"]
@@ -71,9 +72,10 @@ def power_attention(
         w_ij = (scale q_i·k_j)^p exp(G_i - G_j),
         G_i = sum_{m <= i} log_g_m
 
-    Differentiable in `q`, `k`, `v`, `log_g` and the initial state: once, and in backward
-    mode (no second derivatives, `torch.func.jvp` or `vmap`). A query of zeros, whose
-    weights vanish, gives zero. Under autocast, `q`, `k` and `v` are cast to its dtype.
+    Differentiable in `q`, `k`, `v`, `log_g` and the initial state: once, and by `backward` or
+    `torch.autograd.grad` (no second derivatives, no forward mode, no `torch.func`). A query of
+    zeros, whose weights vanish, gives zero. Under autocast, `q`, `k` and `v` are cast to its
+    dtype.
 
     Args:
         q: Queries `[B, H, T, K]`.
@@ -82,7 +84,8 @@ def power_attention(
         v: Values `[B, H_kv, T, V]`; `V` may differ from `K`.
         log_g: Logarithms `[B, H_kv, T]` of the gates, finite and <= 0, in fp32, or float64 where
             `q` is. A token's gate discounts all tokens before it. None: no gates. Values are
-            checked on a CPU only, where that is free.
+            checked on a CPU only, where that is free. At -104 and below (-746 in float64) a gate
+            is closed: no token before it counts after it.
         deg: The even power `p`.
         scale: Factor on the scores, not 0; None for `1/sqrt(K)`. It cancels in the division, and
             only moves the range of the numbers.
@@ -120,8 +123,8 @@ def power_attention(
         sequences = count_sequences(cu_seqlens, q)
     if initial_state is not None:
         check_state("initial_state", initial_state, sequences, k, v, deg)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be a positive int or None, got {chunk_size!r}")
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
     impl = choose_impl(impl, q)
     if impl == "triton":
         from power import kernels
@@ -146,7 +149,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Return queries, keys and values in autocast's dtype, and the scale; raise if they clash."""
     check_degree(deg)
-    if scale is not None and not isinstance(scale, (int, float)):
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     if scale is not None and not 2.0 ** (-1000 / deg) < abs(scale) < 2.0 ** (1000 / deg):
         raise ValueError(f"scale and its power must be finite and not 0, got {scale}")
@@ -181,7 +184,10 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] = (),
     device: torch.device | None = None,
 ) -> None:
-    """Raise unless `x` is a tensor of this shape (words are any size), dtype and device."""
+    """Raise unless `x` is a tensor of this shape (words are any size), dtype and device.
+
+    It must carry no tangent of forward-mode differentiation, which the operators would drop.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() != len(shape) or any(
@@ -195,6 +201,11 @@ def check_tensor(
         raise TypeError(f"{name} must have the dtype {wanted}, got {x.dtype}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
+    if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
+        raise ValueError(
+            f"{name} must not be differentiated in forward mode, which power attention has not: "
+            "use backward or torch.autograd.grad"
+        )
 
 
 def check_state(
@@ -243,5 +254,10 @@ def choose_impl(impl: Impl, q: Tensor) -> Impl:
             raise ValueError(
                 "impl='triton' needs a CUDA device (or TRITON_INTERPRET=1 from the start), got "
                 f"q on {q.device}; pass impl='reference'"
+            )
+        if os.environ.get("TRITON_INTERPRET") == "1" and q.dtype == torch.bfloat16:
+            raise ValueError(
+                "impl='triton' needs fp16 or fp32 under TRITON_INTERPRET=1, since Triton's "
+                f"interpreter multiplies bf16 wrongly, got q of {q.dtype}; pass impl='reference'"
             )
     return impl

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from power.attention import Impl, check_state, check_tensor, choose_impl, power_attention, prepare
-from power.feature_map import PowerState, state_size, symmetric_power
-from power.operator import check_values
+from power.feature_map import PowerState, check_size, state_size, symmetric_power
+from power.operator import bounded, check_values
 from power.reference import fold, grouped, state_dtype
 
 CHUNK_SIZE = 64
+_LEAST_CHUNK = 8  # tokens; a state that holds fewer is inexact
 
 
 class DecodeState(NamedTuple):
@@ -75,8 +76,11 @@ class DecodeState(NamedTuple):
         if not k.is_floating_point():
             raise TypeError(f"k must have a floating dtype, got {k.dtype}")
         k, _, v, _ = prepare(k, k, v, log_g, deg, None)
+        if not torch.compiler.is_compiling():
+            check_values(k, log_g, None)
         batch, kv_heads, tokens, head_dim = k.shape
-        _check_chunk_size(chunk_size)
+        check_size("chunk_size", chunk_size, _LEAST_CHUNK)
+        check_size("past_length", past_length, 0)
         if tokens >= chunk_size:
             raise ValueError(
                 f"k must hold fewer than chunk_size = {chunk_size} tokens, got {tokens}: pass "
@@ -94,7 +98,7 @@ class DecodeState(NamedTuple):
             k.new_zeros(batch, kv_heads, chunk_size, v.shape[-1]),
             k.new_zeros(batch, kv_heads, chunk_size, dtype=dtype),
         )
-        for buffer, x in zip(buffers, (k, v, log_g), strict=True):
+        for buffer, x in zip(buffers, (k, v, bounded(log_g, k.dtype)), strict=True):
             if x is not None:
                 buffer[:, :, :tokens] = x
         filled = torch.full((batch,), tokens, dtype=torch.int32, device=k.device)
@@ -136,7 +140,7 @@ def power_attention_prefill(
         ImportError: If the kernels are to be used and Triton is not installed.
     """
     q, k, v, scale = prepare(q, k, v, log_g, deg, scale)
-    _check_chunk_size(chunk_size)
+    check_size("chunk_size", chunk_size, _LEAST_CHUNK)
     length = q.shape[2]
     folded = length - length % chunk_size
     gates = None if log_g is None else log_g[:, :, folded:]
@@ -265,6 +269,7 @@ def _step(
 ) -> Tensor:
     """Return the output of the next tokens; the tensors of `DecodeState` are updated."""
     check_values(q, log_g, None)
+    log_g = bounded(log_g, q.dtype)
     length += q.shape[2]
     if not q.numel():
         return q.new_empty(*q.shape[:3], v.shape[-1])
@@ -326,8 +331,3 @@ def check_decode_state(state: DecodeState) -> None:
     """Raise unless `state` is a `DecodeState`; its tensors are not looked at."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must be a DecodeState, got {type(state).__name__}")
-
-
-def _check_chunk_size(chunk_size: int) -> None:
-    if not isinstance(chunk_size, int) or chunk_size < 8:
-        raise ValueError(f"chunk_size must be an int of 8 or more, got {chunk_size!r}")

@@ -57,6 +57,14 @@ def check_degree(deg: int) -> None:
         )
 
 
+def check_size(name: str, size: int, least: int = 1) -> None:
+    """Raise unless `size` is an int of `least` or more."""
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+    if size < least:
+        raise ValueError(f"{name} must be {least} or more, got {size}")
+
+
 def tile_size(head_dim: int, deg: int) -> int:
     """Return the channels in a tile: the widest of the degree that divides `head_dim`."""
     tile = _TILE.get(deg, 1)
@@ -83,10 +91,7 @@ def state_size(head_dim: int, deg: int = 2) -> int:
     [768, 2560, 9216]
     """
     check_degree(deg)
-    if not isinstance(head_dim, (int, torch.SymInt)):
-        raise TypeError(f"head_dim must be an int, got {type(head_dim).__name__}")
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be 1 or more, got {head_dim}")
+    check_size("head_dim", head_dim)
     tile = tile_size(head_dim, deg)
     size = tile**deg
     for m in range(deg):  # math.comb, which symbolic sizes do not have
@@ -94,7 +99,6 @@ def state_size(head_dim: int, deg: int = 2) -> int:
     return size
 
 
-@lru_cache(maxsize=16)
 def monomials(head_dim: int, deg: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """Return which channels each entry of the feature map multiplies, and its weight.
 
@@ -105,12 +109,18 @@ def monomials(head_dim: int, deg: int = 2) -> tuple[np.ndarray, np.ndarray]:
         deg: The even power `p`.
 
     Returns:
-        `index [deg, D]` (int64) and `weight [D]` (float64). All calls share them: read only.
+        `index [deg, D]` (int64) and `weight [D]` (float64).
 
     Raises:
         TypeError: If `head_dim` or `deg` is not an int.
         ValueError: If `head_dim` is not positive, or `deg` not positive and even.
     """
+    index, weight = _monomials(head_dim, deg)
+    return index.copy(), weight.copy()
+
+
+@lru_cache(maxsize=16)
+def _monomials(head_dim: int, deg: int) -> tuple[np.ndarray, np.ndarray]:
     size = state_size(head_dim, deg)
     tile = tile_size(head_dim, deg)
     index = np.arange(head_dim)[None]

@@ -19,7 +19,7 @@ from power.decode import (
     power_attention_prefill,
     power_attention_step,
 )
-from power.feature_map import check_degree
+from power.feature_map import check_degree, check_size
 from power.reference import state_dtype
 
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -54,7 +54,8 @@ class PowerAttention(nn.Module):
         dtype: Dtype of the parameters.
 
     Raises:
-        TypeError: If a size or `deg` is not an int, or the horizons are not numbers.
+        TypeError: If a size or `deg` is not an int, the horizons are not numbers, or `rotary` is
+            not a function.
         ValueError: If sizes, the degree or the horizons do not fit, or `impl` is unknown.
 
     Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
@@ -103,6 +104,10 @@ class PowerAttention(nn.Module):
                 f"dim must be a multiple of num_heads where head_dim is None, got {dim} and "
                 f"{num_heads}"
             )
+        if chunk_size is not None:
+            check_size("chunk_size", chunk_size)
+        if rotary is not None and not callable(rotary):
+            raise TypeError(f"rotary must be a function or None, got {type(rotary).__name__}")
         if not isinstance(horizons, (tuple, list)) or not all(
             isinstance(horizon, (int, float)) for horizon in horizons
         ):

@@ -41,6 +41,7 @@ def attention(
     is "triton" or "reference". The results share no memory with the arguments.
     """
     check_values(q, log_g, cu_seqlens)
+    log_g = bounded(log_g, q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         if impl == "reference" or not q.numel():
             form = partial(chunked, deg=deg, scale=scale, chunk_size=chunk_size)
@@ -117,6 +118,7 @@ def attention_backward(
     `grads` are those of the output, `s` and `z`; `results` the output and what the forward
     pass saved, and empty for the reference, which computes it again.
     """
+    log_g = bounded(log_g, q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         if impl == "reference" or not q.numel():
             return _reference_backward(
@@ -194,6 +196,16 @@ def check_values(q: Tensor, log_g: Tensor | None, cu_seqlens: Tensor | None) -> 
                 f"cu_seqlens must rise from 0 to T = {q.shape[2]}, got {bounds[:8]}"
                 + ("..." if len(bounds) > 8 else "")
             )
+
+
+def bounded(log_g: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return log-gates, none below the number whose exponential is 0 in sums for this dtype.
+
+    Running sums, and so the tokens after a gate that is closed by -1e9, then keep their precision.
+    """
+    if log_g is None:
+        return None
+    return log_g.clamp(min=-746.0 if dtype == torch.float64 else -104.0)
 
 
 def _reference_backward(

@@ -5,6 +5,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from power.attention import power_attention
 from power.feature_map import PowerState
@@ -158,6 +159,24 @@ def test_the_scale_cancels(draw):
     assert torch.equal(state.s, other.s)
 
 
+@pytest.mark.parametrize("closed", [-200.0, -1e9, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunk_size", [None, 8])
+def test_a_closed_gate_forgets_and_later_gates_count(chunk_size, dtype, closed, draw, dense):
+    inputs = draw(dtype=dtype)  # the first gate of a sequence discounts nothing
+    spans = ((0, 13), (13, 25), (25, 40))
+    want = torch.cat([dense(*(x[:, :, a:b] for x in inputs)) for a, b in spans], 2)
+    q, k, v, log_g = inputs
+    log_g[:, :, [13, 25]] = closed
+    log_g.requires_grad_()
+    out = power_attention(q, k, v, log_g, chunk_size=chunk_size)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-3
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
+    (grad,) = torch.autograd.grad(out.square().sum(), log_g)
+    assert grad.isfinite().all()
+    assert grad[:, :, [13, 25]].abs().max() < 1e-3
+
+
 def test_a_query_of_zeros_gives_zero(draw):
     q, k, v, log_g = draw()
     q[:, :, 5] = 0
@@ -193,8 +212,10 @@ STATE = PowerState(torch.zeros(2, 2, 64, 6), torch.zeros(2, 2, 64))
         (ValueError, "scale and its power must be finite and not 0, got 0", {"scale": 0}),
         (ValueError, "scale and its power .* got nan", {"scale": float("nan")}),
         (ValueError, r"scale and its power .* got 1e\+200", {"scale": 1e200}),
-        (ValueError, "chunk_size must be a positive int or None, got 0", {"chunk_size": 0}),
-        (ValueError, "chunk_size must be a positive int or None, got 8.0", {"chunk_size": 8.0}),
+        (TypeError, "scale must be a number or None, got bool", {"scale": True}),
+        (ValueError, "chunk_size must be 1 or more, got 0", {"chunk_size": 0}),
+        (TypeError, "chunk_size must be an int, got float", {"chunk_size": 8.0}),
+        (TypeError, "chunk_size must be an int, got bool", {"chunk_size": True}),
         (ValueError, "impl must be 'auto', 'triton' or 'reference', got 1", {"impl": 1}),
         (TypeError, "initial_state must be a PowerState or None", {"initial_state": STATE.z}),
         (ValueError, r"state.s .* \[2, 2, 64, 6\]", {"initial_state": (STATE.z, STATE.z)}),
@@ -230,6 +251,24 @@ def test_without_triton():
         "ImportError: impl='triton' needs Triton: install scale-invariant-attention[kernels], "
         "or pass impl='reference'\n"
     )
+
+
+@pytest.mark.parametrize("name", ["q", "log_g", "initial_state"])
+def test_forward_mode_is_refused(name, draw):
+    inputs = dict(zip(("q", "k", "v", "log_g"), draw(dtype=torch.float32), strict=True))
+    inputs["initial_state"] = STATE
+    tangent = tree_map(torch.ones_like, inputs[name])
+    with pytest.raises(ValueError, match=f"{name}.* must not be differentiated in forward mode"):
+        torch.func.jvp(
+            lambda x: power_attention(**{**inputs, name: x}), (inputs[name],), (tangent,)
+        )
+
+
+def test_bf16_in_the_interpreter(draw, monkeypatch):
+    pytest.importorskip("power.kernels", reason="the kernels need Triton", exc_type=ImportError)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match=r"interpreter multiplies bf16 wrongly.*impl='reference'"):
+        power_attention(*draw(dtype=torch.bfloat16), impl="triton")
 
 
 def test_kernels_on_a_cpu(draw, monkeypatch):

@@ -85,6 +85,16 @@ def test_sequences_of_different_lengths(draw, dense):
     assert state.length.tolist() == [23, 40]
 
 
+def test_a_closed_gate_forgets_and_later_gates_count(draw, dense):
+    inputs = draw(dtype=torch.float32)
+    spans = ((3, 13), (13, 25), (25, 40))
+    want = torch.cat([dense(*span(inputs, *bounds)) for bounds in spans], 2)[:, :, 4:]
+    inputs[3][:, :, [3, 13, 25]] = -1e30
+    state = DecodeState.start(*span(inputs[1:], 0, 7), chunk_size=16)
+    out, _ = power_attention_step(*span(inputs, 7, 40), state)
+    torch.testing.assert_close(out.double(), want, atol=1e-3, rtol=1e-3)
+
+
 def test_in_place_or_not(draw):
     inputs = draw()
     state = start(*inputs[1:3], chunk_size=8)
@@ -182,7 +192,13 @@ def test_errors(error, message, changes, draw):
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("chunk_size must be an int of 8 or more, got 4", lambda k, v: start(k, v, chunk_size=4)),
+        ("chunk_size must be 8 or more, got 4", lambda k, v: start(k, v, chunk_size=4)),
+        ("past_length must be 0 or more, got -1", lambda k, v: start(k, v, past_length=-1)),
+        ("past_length must be an int, got float", lambda k, v: start(k, v, past_length=2.5)),
+        (
+            "log_g must be <= 0 .* got 1",
+            lambda k, v: DecodeState.start(k, v, torch.ones(2, 2, 40).double()),
+        ),
         (
             "k must hold fewer than chunk_size = 8 .* got 40",
             lambda k, v: DecodeState.start(k, v, chunk_size=8),

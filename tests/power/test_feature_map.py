@@ -43,6 +43,13 @@ def test_layout_by_enumeration(head_dim, deg):
     assert state_size(head_dim, deg) == len(kept)
 
 
+def test_what_is_done_to_the_layout_stays_with_the_caller():
+    index, weight = monomials(6)
+    index[:], weight[:] = 0, 0
+    x = torch.randn(6, dtype=torch.float64)
+    torch.testing.assert_close(symmetric_power(x) @ symmetric_power(x), (x @ x) ** 2)
+
+
 def test_state_sizes():
     assert [state_size(k) for k in (16, 32, 64, 128)] == [256, 768, 2560, 9216]
     assert [state_size(k, 4) for k in (16, 32)] == [8960, 84480]
@@ -72,6 +79,7 @@ def test_dtype_and_gradient():
         (TypeError, "deg must be an int, got float", lambda: state_size(8, 2.0)),
         (ValueError, "head_dim must be 1 or more, got 0", lambda: state_size(0)),
         (TypeError, "head_dim must be an int, got float", lambda: state_size(2.5)),
+        (TypeError, "head_dim must be an int, got bool", lambda: state_size(True)),
         (TypeError, "floating dtype, got torch.int64", lambda: symmetric_power(torch.arange(4))),
         (TypeError, "floating dtype, got list", lambda: symmetric_power([1.0])),
         (ValueError, r"the shape \[..., K\], got \[\]", lambda: symmetric_power(torch.ones(()))),

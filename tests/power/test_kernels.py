@@ -208,6 +208,25 @@ def test_queries_of_zeros(chunk_size, draw):
     assert max(off.values()) < 1e-5, off
 
 
+@here
+@pytest.mark.parametrize("chunk_size", [None, 32])
+def test_closed_gates(chunk_size, draw):
+    (inputs, cotangents), cut = problem(draw, head_dim=16, state=True, length=70)
+    inputs[3][:, :, [12, 40]] = -1e9
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, (s, z) = power_attention(
+        *leaves[:4],
+        chunk_size=chunk_size,
+        initial_state=PowerState(*leaves[4:]),
+        return_state=True,
+        impl="triton",
+    )
+    grads = torch.autograd.grad((out, s, z), leaves, cotangents)
+    got = dict(zip(NAMES, (out, s, z, *grads), strict=True))
+    off = errors(got, by_reference(inputs, cotangents, cut, 2))
+    assert max(off.values()) < 1e-4, off
+
+
 # A line of a source, what to make of it, which results must show it, and in which case.
 BUGS = {
     "dropped diagonal": (

@@ -180,6 +180,8 @@ def test_errors(message, options):
         ("horizons must be two numbers, got 5", {"horizons": 5}),
         (r"horizons must be two numbers, got \('16', '64'\)", {"horizons": ("16", "64")}),
         ("deg must be an int, got float", {"deg": 2.0}),
+        ("chunk_size must be an int, got float", {"chunk_size": 64.0}),
+        ("rotary must be a function or None, got int", {"rotary": 3}),
     ],
 )
 def test_errors_of_type(message, options):
