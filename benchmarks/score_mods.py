@@ -28,6 +28,7 @@ from triton.testing import do_bench
 
 import score_mods as sm
 from benchmarks.machine import machine
+from score_mods.kernel_options import flash_is_installed
 
 HEADS = 16
 BASELINE = "plain"
@@ -52,27 +53,33 @@ def as_written(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tenso
     return torch.sqrt(1 + 2 * log_x) * score - 2 * log_x
 
 
-def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, bool]]:
-    """Name to score_mod, and whether it gets `kernel_options` or FlexAttention's own."""
+def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, str]]:
+    """Name to score_mod, and its kernel options: "own" of FlexAttention, "ours" or "FLASH"."""
     tau = torch.full((HEADS,), 10.0, device="cuda", requires_grad=True)
     log_g = torch.full((4, HEADS, 4096), -0.01, device="cuda", requires_grad=True)
     units = [(32,), (32,), (HEADS, 32), (HEADS,)]
     network = [torch.full(shape, 0.1, device="cuda", requires_grad=True) for shape in units]
+    flash = {
+        "plain, FLASH": (None, "FLASH"),
+        "scale_invariant, FLASH": (sm.scale_invariant(), "FLASH"),
+        "alibi, FLASH": (sm.alibi(HEADS), "FLASH"),
+    }
     return {
-        BASELINE: (None, False),
-        "plain, our options": (None, True),
-        "scale_invariant": (sm.scale_invariant(), True),
-        "as written": (as_written, False),
-        "as written, our options": (as_written, True),
-        "scale_invariant, learnable tau": (sm.scale_invariant(tau), True),
-        "scale_invariant_grid": (sm.scale_invariant_grid((64, 64)), True),
-        "alibi": (sm.alibi(HEADS), True),
-        "logn": (sm.logn(), True),
-        "ssmax": (sm.ssmax(0.43), True),
-        "forgetting_gate, learnable": (sm.forgetting_gate(log_g), True),
-        "fire, 32 units, learnable": (sm.fire(*network), True),
-        "softcap": (generate_tanh_softcap(30), True),
-        "softcap, approx": (generate_tanh_softcap(30, approx=True), True),
+        BASELINE: (None, "own"),
+        "plain, our options": (None, "ours"),
+        "scale_invariant": (sm.scale_invariant(), "ours"),
+        "as written": (as_written, "own"),
+        "as written, our options": (as_written, "ours"),
+        **(flash if flash_is_installed() else {}),
+        "scale_invariant, learnable tau": (sm.scale_invariant(tau), "ours"),
+        "scale_invariant_grid": (sm.scale_invariant_grid((64, 64)), "ours"),
+        "alibi": (sm.alibi(HEADS), "ours"),
+        "logn": (sm.logn(), "ours"),
+        "ssmax": (sm.ssmax(0.43), "ours"),
+        "forgetting_gate, learnable": (sm.forgetting_gate(log_g), "ours"),
+        "fire, 32 units, learnable": (sm.fire(*network), "ours"),
+        "softcap": (generate_tanh_softcap(30), "ours"),
+        "softcap, approx": (generate_tanh_softcap(30, approx=True), "ours"),
     }
 
 
@@ -92,6 +99,12 @@ TWO_BRANCH = {
 SDPA = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
+def over_lengths() -> list[str]:
+    """The score_mods that are timed at other lengths too, and with grouped queries."""
+    names = (BASELINE, "scale_invariant", "plain, FLASH", "scale_invariant, FLASH")
+    return [name for name in names if name in score_mods()]
+
+
 def cases() -> list[Case]:
     """All of them, dearest to compile first."""
     found = []
@@ -99,9 +112,8 @@ def cases() -> list[Case]:
         found += [Case(name, D, 4096, 4) for name in (*TWO_BRANCH, *score_mods(), *SDPA)]
         found += [Case(name, D, 16_384, 1) for name in TWO_BRANCH]
         for T, B in ((1024, 16), (16_384, 1), (65_536, 1)):
-            found += [Case(name, D, T, B) for name in (BASELINE, "scale_invariant", *SDPA)]
-        for name in (BASELINE, "scale_invariant"):
-            found.append(Case(name, D, 4096, 4, kv_heads=4))
+            found += [Case(name, D, T, B) for name in (*over_lengths(), *SDPA)]
+        found += [Case(name, D, 4096, 4, kv_heads=4) for name in over_lengths()]
         for name in (BASELINE, "scale_invariant", "as written"):
             found.append(Case(name, D, 65_536, 8, decode=True))
     return sorted(found, key=lambda case: case.name in SDPA)
@@ -120,18 +132,19 @@ def function_of(case: Case, compiled: Callable[..., Any]) -> Callable[..., Tenso
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         return sdpa
-    mod, ours = score_mods()[case.name]
+    mod, kind = score_mods()[case.name]
     if mod is not None:
+        mod = sm.for_flash(mod) if kind == "FLASH" else mod
         mod = sm.to_device(sm.with_offset(mod, case.T - 1) if case.decode else mod, "cuda")
     if case.decode:
         return partial(compiled, score_mod=mod)
-    options = sm.kernel_options(case.D, torch.bfloat16, score_mod=bool(mod), contiguous=True)
+    ours = sm.kernel_options(case.D, torch.bfloat16, score_mod=bool(mod), contiguous=True)
     return partial(
         compiled,
         score_mod=mod,
         block_mask=sm.create_block_mask(sm.causal, None, None, case.T, case.T, "cuda"),
         enable_gqa=grouped,
-        kernel_options=options if ours else None,
+        kernel_options={"own": None, "ours": ours, "FLASH": {"BACKEND": "FLASH"}}[kind],
     )
 
 
@@ -199,6 +212,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
     import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # else a graph's backward runs only once
+    torch._dynamo.config.specialize_float = True
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
@@ -298,7 +312,7 @@ def tables(found: dict[Case, Any], compiling: dict[tuple[str, int], float]) -> s
         at_4k = [c for c in square if c.T == 4096 and c.name in rank]
         at_4k.sort(key=lambda c: rank[c.name])
         by_length = sorted(
-            (c for c in square if c.name in (BASELINE, "scale_invariant", *SDPA)),
+            (c for c in square if c.name in (*over_lengths(), *SDPA)),
             key=lambda c: (c.T, rank[c.name]),
         )
         grouped = [c for c in of if c.kv_heads != HEADS]

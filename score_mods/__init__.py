@@ -5,7 +5,7 @@ a factory has the plain name of the mechanism and returns the function. `catalog
 mechanisms.
 """
 
-from score_mods._captured import to_device
+from score_mods._captured import for_flash, to_device
 from score_mods.attention import attention
 from score_mods.bias_tables import (
     distance_table,
@@ -135,6 +135,7 @@ __all__ = [
     "fire",
     "focused_attention",
     "focused_features",
+    "for_flash",
     "forgetting_gate",
     "gemma2_layers",
     "gemma3_layers",

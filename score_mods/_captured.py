@@ -12,7 +12,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -58,8 +58,13 @@ def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Te
     return value
 
 
-def at_head(value: Tensor, h: Tensor, dtype: torch.dtype) -> Tensor:
-    """The captured `value` for head `h`, in `dtype`: itself if 0-d, `value[h]` if `(H,)`."""
+def at_head(value: Any, h: Tensor, dtype: torch.dtype) -> Any:
+    """The captured `value` for head `h`, in `dtype`: itself if 0-d, `value[h]` if `(H,)`.
+
+    A number, which `for_flash` makes of a 0-d tensor, stays one.
+    """
+    if not isinstance(value, Tensor):
+        return value
     if value.ndim == 0:
         return value.to(dtype)
     # One gather per tensor: FlexAttention compiles no second gather from a tensor that requires
@@ -197,16 +202,36 @@ def _tensor_on(value: Tensor, device: torch.device) -> Tensor:
     return copy
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _rebuilt(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`value` with every tensor in it changed: `value` itself if all stay the same objects."""
     if isinstance(value, Tensor):
-        return _tensor_on(value, device)
-    if isinstance(value, types.FunctionType):
-        return to_device(value, device)
+        return change(value)
     if type(value) in (tuple, list):
-        items = [_on(item, device) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return type(value)(items)
-    return value
+        items = [_rebuilt(item, change) for item in value]
+        return type(value)(items) if _differ(items, value) else value
+    if not isinstance(value, types.FunctionType):
+        return value
+    contents = [cell.cell_contents for cell in value.__closure__ or ()]
+    changed = [_rebuilt(content, change) for content in contents]
+    if not _differ(changed, contents):
+        return value
+    copy = types.FunctionType(
+        value.__code__,
+        value.__globals__,
+        value.__name__,
+        value.__defaults__,
+        tuple(types.CellType(content) for content in changed),
+    )
+    copy.__dict__.update(value.__dict__)
+    copy.__kwdefaults__ = value.__kwdefaults__
+    copy.__qualname__ = value.__qualname__
+    copy.__module__ = value.__module__
+    copy.__doc__ = value.__doc__
+    return copy
+
+
+def _differ(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return any(a is not b for a, b in zip(new, old, strict=True))
 
 
 def to_device(mod: F, device: torch.device | str) -> F:
@@ -235,21 +260,28 @@ def to_device(mod: F, device: torch.device | str) -> F:
         raise TypeError(f"mod must be a plain function, got {type(mod).__name__}")
     # "cuda" names the current GPU, whose tensors say "cuda:0".
     device = torch.empty(0, device=device).device
-    cells = mod.__closure__ or ()
-    contents = [cell.cell_contents for cell in cells]
-    moved = [_on(content, device) for content in contents]
-    if all(new is old for new, old in zip(moved, contents, strict=True)):
+    return cast(F, _rebuilt(mod, lambda value: _tensor_on(value, device)))
+
+
+def for_flash(mod: F) -> F:
+    """The same score_mod with every number that it captures written into its kernel.
+
+    FlexAttention's FLASH backend takes no captured 0-d tensor. `attention(..., backend="flash")`
+    does this by itself; call it when you hand a mod to `flex_attention` with
+    `kernel_options={"BACKEND": "FLASH"}`, and before you compile a model. Other numbers are
+    then another kernel; compile with `torch._dynamo.config.specialize_float`.
+
+    Args:
+        mod: a score_mod or other plain function.
+
+    Returns:
+        `mod` itself if it captures no number, else a copy of the function.
+
+    Raises:
+        TypeError: if `mod` is no plain function.
+    """
+    if torch.compiler.is_compiling():
         return mod
-    copy = types.FunctionType(
-        mod.__code__,
-        mod.__globals__,
-        mod.__name__,
-        mod.__defaults__,
-        tuple(types.CellType(content) for content in moved),
-    )
-    copy.__dict__.update(mod.__dict__)
-    copy.__kwdefaults__ = mod.__kwdefaults__
-    copy.__qualname__ = mod.__qualname__
-    copy.__module__ = mod.__module__
-    copy.__doc__ = mod.__doc__
-    return copy  # type: ignore[return-value]
+    if not isinstance(mod, types.FunctionType):
+        raise TypeError(f"mod must be a plain function, got {type(mod).__name__}")
+    return cast(F, _rebuilt(mod, lambda value: value if value.ndim else value.item()))

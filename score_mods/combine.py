@@ -8,7 +8,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, check_score_mod, described, is_mask_mod, made_for
+from score_mods._captured import (
+    Mod,
+    at_head,
+    check_score_mod,
+    described,
+    is_mask_mod,
+    made_for,
+)
 from score_mods._checks import integer, kind_of
 from score_mods.catalogue import stages
 from score_mods.masks import bounds_of
@@ -145,9 +152,8 @@ def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0
         def offset_score_mod(
             score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
         ) -> Tensor:
-            return mod(
-                score, b, h, q_idx + q_shift.to(q_idx.dtype), kv_idx + kv_shift.to(kv_idx.dtype)
-            )
+            q_at = q_idx + at_head(q_shift, h, q_idx.dtype)
+            return mod(score, b, h, q_at, kv_idx + at_head(kv_shift, h, kv_idx.dtype))
 
         offset_score_mod.made_for = (batch, *reach)  # type: ignore[attr-defined]
         return described(offset_score_mod, getattr(mod, "__name__", "score_mod"), mod)  # type: ignore[return-value]

@@ -8,9 +8,9 @@ change. With a_t = A_t/sigma,
 
 A GPU has an instruction for log2 and one for the root, but `torch.log2` and `torch.sqrt` compile
 to the correctly rounded functions, some twenty instructions each. The two operators here equal
-`torch.log2` and `torch.sqrt` everywhere but in the Triton kernels of an NVIDIA GPU, where they are
-`lg2.approx` and `sqrt.approx`. What they are applied to depends on positions alone, so they need
-no gradient.
+`torch.log2` and `torch.sqrt` everywhere but in FlexAttention's kernels for an NVIDIA GPU (Triton's
+and those of its FLASH backend), where they are `lg2.approx` and `sqrt.approx`. What they are
+applied to depends on positions alone, so they need no gradient.
 
 The positions are subtracted as integers. A thread of a Triton kernel holds rows r and r + 8 of a
 tile and columns c, c + 8, c + 16, ..., hence most distances twice; where the blocks of keys follow
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,7 +63,11 @@ def _approx_sqrt(x: Tensor) -> Tensor:
     return torch.sqrt(x)
 
 
-_INSTRUCTIONS = {_approx_log2: "lg2.approx.ftz.f32", _approx_sqrt: "sqrt.approx.ftz.f32"}
+# The instruction, and what the FLASH backend's language compiles to it.
+_INSTRUCTIONS = {
+    _approx_log2: ("lg2.approx.ftz.f32", "cute.math.log2({x}, fastmath=True)"),
+    _approx_sqrt: ("sqrt.approx.ftz.f32", "cute.math.sqrt({x}, fastmath=True)"),
+}
 
 for _operator in _INSTRUCTIONS:
     _operator.register_fake(torch.empty_like)
@@ -73,13 +77,18 @@ for _operator in _INSTRUCTIONS:
 @functools.cache
 def _register_instructions() -> None:
     """Tell Inductor which instructions to use. Not on import, since importing Inductor is slow."""
+    from torch._inductor.codegen.cutedsl.cutedsl_kernel import ModificationWrapperCuteDSL
+    from torch._inductor.codegen.cutedsl.cutedsl_op_overrides import CuteDSLOpOverrides
     from torch._inductor.lowering import make_pointwise, register_lowering
-    from torch._inductor.virtualized import ops
+    from torch._inductor.virtualized import V, ops
 
-    for operator, instruction in _INSTRUCTIONS.items():
-        pointwise = make_pointwise(
-            functools.partial(ops.inline_asm_elementwise, asm=f"{instruction} $0, $1;")
-        )
+    def emit(instruction: str, cute: str, x: Any) -> Any:
+        if isinstance(V.get_ops_handler(), ModificationWrapperCuteDSL):
+            return CuteDSLOpOverrides._apply_unary_op(x, cute)
+        return ops.inline_asm_elementwise(x, asm=f"{instruction} $0, $1;")
+
+    for operator, (instruction, cute) in _INSTRUCTIONS.items():
+        pointwise = make_pointwise(functools.partial(emit, instruction, cute))
         register_lowering(operator._opoverload)(pointwise)
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from score_mods._captured import Mod, within
+from score_mods.masks import causal
 
 # Fastest of about ten tiles on an H200 (torch 2.11), forward and backward apart; see
 # benchmarks/RESULTS.md. For each head size: (BLOCK_M, BLOCK_N, num_warps, num_stages) and
@@ -29,6 +31,9 @@ _WITH_SCORE_MOD = {
     64: ((64, 32, 4, 3), (32, 64, 64, 32, 4, 3)),
     128: ((128, 32, 4, 3), (64, 128, 128, 64, 8, 3)),
 }
+
+# Parts of score_mods with which the FLASH backend is the faster one.
+_FASTER_WITH_FLASH = {"scale_invariant"}
 
 
 def kernel_options(
@@ -94,7 +99,8 @@ _is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
-def _flash_is_installed() -> bool:
+def flash_is_installed() -> bool:
+    """Whether flash-attn-4, which is FlexAttention's FLASH backend, can be imported."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:
@@ -103,13 +109,31 @@ def _flash_is_installed() -> bool:
 
 def flash_obstacle(q: Tensor, score_mod: Mod | None) -> str | None:
     """Why FlexAttention's FLASH backend cannot take these queries and this score_mod, or None."""
-    if not _flash_is_installed():
+    if not flash_is_installed():
         return "flash-attn-4 cannot be imported (flash_attn.cute)"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16 on a GPU, got {q.dtype} on {q.device}"
     parts = list(within(score_mod))
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "it gives no gradient to what a score_mod captures"
-    if any(getattr(part, "needs_triton", False) for part in parts):
-        return "it lacks the instructions of this score_mod's fast form (score_mods.fast)"
+    needy = [part for part in parts if getattr(part, "needs_triton", False)]
+    if needy:
+        return f"it lacks an operation of {needy[-1].__name__}"
     return None
+
+
+def prefers_flash(
+    q: Tensor, v: Tensor, score_mod: Mod | None, mask_mod: Mod | BlockMask | None
+) -> bool:
+    """Whether the FLASH backend was measured to be faster here (benchmarks/RESULTS.md)."""
+    return (
+        not torch.compiler.is_compiling()
+        and flash_obstacle(q, score_mod) is None
+        and _is_hopper(q.device)
+        and q.shape[2] >= 128
+        and q.shape[3] == v.shape[3]
+        and q.shape[3] in (64, 128)
+        and (mask_mod is None or mask_mod is causal)
+        and {*getattr(score_mod, "parts", ())} <= _FASTER_WITH_FLASH
+        and not torch.are_deterministic_algorithms_enabled()
+    )

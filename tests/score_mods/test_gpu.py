@@ -8,6 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 import score_mods as sm
 from score_mods import fast
+from score_mods.kernel_options import flash_is_installed
 from score_mods.scale_invariant import _law
 
 pytestmark = [
@@ -60,10 +61,10 @@ def error(got, want):
     return difference.abs().max().item(), difference.square().mean().sqrt().item()
 
 
-def assert_within_budget(score_mod, mask_mod, q, k, v, grad):
+def assert_within_budget(score_mod, mask_mod, q, k, v, grad, backend="triton"):
     """At most twice the error of the plain formula: maximum and RMS, output and gradients."""
-    gqa = {"enable_gqa": q.shape[1] != k.shape[1]}
-    got = with_gradients(lambda *x: sm.attention(*x, score_mod, mask_mod, **gqa), q, k, v, grad)
+    how = {"enable_gqa": q.shape[1] != k.shape[1], "backend": backend}
+    got = with_gradients(lambda *x: sm.attention(*x, score_mod, mask_mod, **how), q, k, v, grad)
     low = with_gradients(lambda *x: plain(*x, score_mod, mask_mod), q, k, v, grad)
     exact = with_gradients(
         lambda *x: sm.dense_attention(*x, score_mod, mask_mod),
@@ -117,6 +118,64 @@ def test_values_and_gradients_at_16k(dtype, D):
 @pytest.mark.parametrize("options", LAWS[1:], ids=range(1, len(LAWS)))
 def test_values_and_gradients_of_other_laws(options):
     assert_within_budget(sm.scale_invariant(**options), sm.causal, *inputs(300, torch.bfloat16))
+
+
+needs_flash = pytest.mark.skipif(not flash_is_installed(), reason="needs flash-attn-4")
+
+
+@needs_flash
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_flash_backend(dtype, D):
+    mod = sm.scale_invariant()
+    for T in (128, 129, 300, 1000, 1024, 4096):
+        assert_within_budget(mod, sm.causal, *inputs(T, dtype, D=D), backend="flash")
+
+
+@needs_flash
+@pytest.mark.parametrize("options", LAWS[1:], ids=range(1, len(LAWS)))
+def test_the_flash_backend_with_other_laws(options):
+    mod = sm.scale_invariant(**options)
+    assert_within_budget(mod, sm.causal, *inputs(512, torch.bfloat16), backend="flash")
+
+
+@needs_flash
+@pytest.mark.parametrize("mod", [None, sm.alibi(4), sm.with_offset(sm.scale_invariant(), 7)])
+def test_the_flash_backend_with_other_mods_and_grouped_queries(mod):
+    same = mod or (lambda score, b, h, q_idx, kv_idx: score)
+    given = inputs(512, torch.bfloat16, H_kv=2)
+    q, k, v, grad = given
+    got = with_gradients(
+        lambda *x: sm.attention(*x, mod, sm.causal, enable_gqa=True, backend="flash"), *given
+    )
+    low = with_gradients(lambda *x: plain(*x, same, sm.causal), *given)
+    exact = with_gradients(
+        lambda *x: sm.dense_attention(*x, mod, sm.causal), *(x.double() for x in (q, k, v)), grad
+    )
+    for a, b, c in zip(got, low, exact, strict=True):
+        assert error(a, c)[1] <= 2 * error(b, c)[1] + 1e-5
+
+
+@needs_flash
+def test_flash_without_a_mask():
+    given = inputs(512, torch.bfloat16)
+
+    def every_key(b, h, q_idx, kv_idx):
+        return kv_idx >= 0
+
+    out = sm.attention(*given[:3], sm.scale_invariant(), backend="flash")
+    exact = sm.dense_attention(*(x.double() for x in given[:3]), sm.scale_invariant())
+    low = plain(*given[:3], sm.scale_invariant(), every_key)
+    assert error(out, exact)[1] <= 2 * error(low, exact)[1]
+
+
+@needs_flash
+def test_flash_is_compiled_for_every_law():
+    q, k, v, _ = inputs(256, torch.bfloat16)
+    for tau in (10.0, 20.0, 40.0):
+        out = sm.attention(q, k, v, sm.scale_invariant(tau), sm.causal, backend="flash")
+        other = sm.attention(q, k, v, sm.scale_invariant(tau), sm.causal, backend="triton")
+        assert (out - other).abs().max() < 2e-2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import score_mods as sm
+from score_mods._captured import within
 
 module = importlib.import_module("score_mods.kernel_options")
 caller = importlib.import_module("score_mods.attention")
@@ -24,7 +25,7 @@ def queries(T=256, D=64, dtype=torch.bfloat16):
 
 
 def options(q, score_mod=None, mask_mod=sm.causal, backend="auto"):
-    return caller._kernel_options(q, score_mod, mask_mod, backend)
+    return caller._kernel_options(q, q, score_mod, mask_mod, backend)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -126,18 +127,74 @@ def test_flash_says_why_not(monkeypatch):
     learnable = sm.scale_invariant(torch.tensor([1.0, 2.0], requires_grad=True))
     with pytest.raises(ValueError, match=r'flash-attn-4 cannot be imported.*backend="triton"'):
         options(queries(), backend="flash")
-    monkeypatch.setattr(module, "_flash_is_installed", lambda: True)
+    monkeypatch.setattr(module, "flash_is_installed", lambda: True)
     with pytest.raises(ValueError, match="gives no gradient to what a score_mod captures"):
         options(queries(), sm.with_offset(learnable, 3), backend="flash")
     with pytest.raises(ValueError, match=r"takes bfloat16 and float16 .* torch.float32 on cuda"):
         options(queries(dtype=torch.float32), backend="flash")
     assert options(queries(), sm.alibi(2), backend="flash") == {"BACKEND": "FLASH"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for mod in (sm.scale_invariant(), sm.scale_invariant_grid((4, 4)), sm.logn()):
-        with pytest.raises(
-            ValueError, match="lacks the instructions of this score_mod's fast form"
-        ):
+    for mod in (sm.scale_invariant(sigma=0.1), sm.scale_invariant_grid((4, 4)), sm.logn()):
+        with pytest.raises(ValueError, match=f"lacks an operation of {mod.__name__}"):
             options(queries(), sm.with_offset(mod, 3), backend="flash")
+    fast = sm.with_offset(sm.scale_invariant(), 3)
+    assert options(queries(), fast, backend="flash") == {"BACKEND": "FLASH"}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_is_chosen_where_it_was_measured_to_be_faster(monkeypatch):
+    def is_flash(q=None, score_mod=None, mask_mod=sm.causal):
+        return options(q or queries(), score_mod, mask_mod) == {"BACKEND": "FLASH"}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    mod = sm.scale_invariant()
+    assert not is_flash(score_mod=mod)
+    monkeypatch.setattr(module, "flash_is_installed", lambda: True)
+    assert is_flash()
+    assert is_flash(score_mod=mod)
+    assert is_flash(queries(D=128), mask_mod=None)
+    assert not is_flash(queries(T=127))
+    assert not is_flash(queries(D=32))
+    assert not is_flash(queries(dtype=torch.float32))
+    assert not is_flash(mask_mod=sm.sliding_window(128))
+    assert not is_flash(score_mod=sm.alibi(2))
+    assert not is_flash(score_mod=sm.compose(sm.alibi(2), mod, check_order=False))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not is_flash()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        sm.scale_invariant,
+        lambda: sm.scale_invariant(sigma=torch.tensor([1.0, 2.0])),
+        lambda: sm.alibi(2),
+        lambda: sm.compose(sm.alibi(2), sm.with_offset(sm.scale_invariant(7.0), 3, 1)),
+    ],
+    ids=["numbers", "one a head", "table", "composed"],
+)
+def test_numbers_written_into_the_kernel_are_the_same_numbers(make, monkeypatch):
+    def numbers(mod):
+        return [x for x in within(mod) if isinstance(x, torch.Tensor) and not x.ndim]
+
+    # The fast form, which on a CPU is computed by the operators it stands for.
+    monkeypatch.setattr(
+        importlib.import_module("score_mods.fast"), "has_instructions", lambda *_: True
+    )
+    scale_invariant = importlib.import_module("score_mods.scale_invariant")
+    monkeypatch.setattr(scale_invariant, "wants_instructions", lambda *_: True)
+    mod = make()
+    written = sm.for_flash(mod)
+    assert not numbers(written)
+    assert (written is mod) == (not numbers(mod))
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    want = sm.dense_attention(q, k, v, mod, sm.causal)
+    torch.testing.assert_close(sm.dense_attention(q, k, v, written, sm.causal), want)
+
+
+def test_only_functions_can_be_written_into_a_kernel():
+    with pytest.raises(TypeError, match="mod must be a plain function, got int"):
+        sm.for_flash(3)
 
 
 def test_the_choice_can_be_made_while_a_model_is_being_compiled():
