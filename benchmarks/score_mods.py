@@ -11,6 +11,7 @@ import argparse
 import math
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from attn_gym.mods import generate_tanh_softcap
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from tqdm import tqdm
 from triton.testing import do_bench
 
 import score_mods as sm
@@ -58,7 +60,7 @@ def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, str]]:
     tau = torch.full((HEADS,), 10.0, device="cuda", requires_grad=True)
     log_g = torch.full((4, HEADS, 4096), -0.01, device="cuda", requires_grad=True)
     units = [(32,), (32,), (HEADS, 32), (HEADS,)]
-    network = [torch.full(shape, 0.1, device="cuda", requires_grad=True) for shape in units]
+    network = [torch.full(shape, 0.1, device="cuda") for shape in units]
     flash = {
         "plain, FLASH": (None, "FLASH"),
         "scale_invariant, FLASH": (sm.scale_invariant(), "FLASH"),
@@ -77,7 +79,7 @@ def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, str]]:
         "logn": (sm.logn(), "ours"),
         "ssmax": (sm.ssmax(0.43), "ours"),
         "forgetting_gate, learnable": (sm.forgetting_gate(log_g), "ours"),
-        "fire, 32 units, learnable": (sm.fire(*network), "ours"),
+        "fire, 32 units": (sm.fire(*network), "ours"),
         "softcap": (generate_tanh_softcap(30), "ours"),
         "softcap, approx": (generate_tanh_softcap(30, approx=True), "ours"),
     }
@@ -113,7 +115,9 @@ def cases() -> list[Case]:
         found += [Case(name, D, 16_384, 1) for name in TWO_BRANCH]
         for T, B in ((1024, 16), (16_384, 1), (65_536, 1)):
             found += [Case(name, D, T, B) for name in (*over_lengths(), *SDPA)]
-        found += [Case(name, D, 4096, 4, kv_heads=4) for name in over_lengths()]
+        # flash-attn-4 gives wrong results for a score_mod with grouped queries.
+        grouped = [name for name in over_lengths() if name != "scale_invariant, FLASH"]
+        found += [Case(name, D, 4096, 4, kv_heads=4) for name in grouped]
         for name in (BASELINE, "scale_invariant", "as written"):
             found.append(Case(name, D, 65_536, 8, decode=True))
     return sorted(found, key=lambda case: case.name in SDPA)
@@ -252,7 +256,11 @@ def run(todo: list[Case], processes: int) -> dict[Case, Any]:
     ]
     for process in workers:
         process.start()
-    found = dict(results.get(timeout=1200) for _ in todo)
+    found = {}
+    for _ in tqdm(todo, unit="case"):
+        case, result = results.get(timeout=1200)
+        found[case] = result
+        tqdm.write(f"{case}: {result}", file=sys.stderr)
     for process in workers:
         process.join()
     return found

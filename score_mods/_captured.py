@@ -24,6 +24,15 @@ Mod: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The 0-d tensor to capture for a number.
+
+    Not by `torch.tensor`: made inside a compiled model, that is a constant, which torch 2.11 hands
+    to the backward kernel as a number where the kernel expects a tensor.
+    """
+    return torch.full((), value, dtype=dtype)
+
+
 def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Tensor:
     """The tensor to capture for a number or a per-head parameter.
 
@@ -42,7 +51,7 @@ def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Te
             or not positive.
     """
     if not isinstance(value, Tensor):
-        return torch.tensor(number(name, value, positive=positive), dtype=torch.float64)
+        return scalar(number(name, value, positive=positive))
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a number or a floating tensor, got {value.dtype}")
     if value.ndim > 1 or value.numel() == 0:

@@ -26,16 +26,17 @@ def _compiled(dynamic: bool | None = None) -> Any:
 
 def _kernel_options(
     q: Tensor,
+    k: Tensor,
     v: Tensor,
     score_mod: Mod | None,
     mask_mod: Mod | BlockMask | None,
     backend: str,
 ) -> dict[str, Any] | None:
     """What to tell FlexAttention about its kernel."""
-    if backend == "auto" and prefers_flash(q, v, score_mod, mask_mod):
+    if backend == "auto" and prefers_flash(q, k, v, score_mod, mask_mod):
         return {"BACKEND": "FLASH"}
     if backend == "flash":
-        obstacle = flash_obstacle(q, score_mod)
+        obstacle = flash_obstacle(q, k, score_mod)
         if obstacle is not None:
             raise ValueError(f'backend="flash" cannot be used: {obstacle}; use backend="triton"')
         return {"BACKEND": "FLASH"}
@@ -95,8 +96,9 @@ def attention(
         backend: FlexAttention's kernels: "triton", "flash" (flash-attn-4), or "auto", which is
             "flash" where that was measured to be faster and gives what is asked for: Hopper GPUs,
             bfloat16 and float16, head sizes 64 and 128, 128 queries and more, no mask or
-            `causal`, no score_mod or `scale_invariant`, no `return_lse`, no deterministic
-            algorithms, outside a model that is being compiled.
+            `causal`, no score_mod or `scale_invariant` (with as many heads of keys as of
+            queries), no `return_lse`, no deterministic algorithms, outside a model that is being
+            compiled.
 
     Returns:
         `(B, H, T_q, D_v)`, with `return_lse` also the natural log of each row's sum, `(B, H,
@@ -141,7 +143,7 @@ def attention(
 
     if backend == "auto" and return_lse:
         backend = "triton"
-    kernel = _kernel_options(q, v, score_mod, mask_mod, backend)
+    kernel = _kernel_options(q, k, v, score_mod, mask_mod, backend)
     flash = kernel is not None and "BACKEND" in kernel
     compiling = torch.compiler.is_compiling()
     if score_mod is not None and not compiling:

@@ -17,6 +17,19 @@ from score_mods.combine import with_positions
 from score_mods.masks import and_masks
 
 
+@torch.library.custom_op("score_mods::joined_positions", mutates_args=())
+def _joined(before: Tensor, new: Tensor) -> Tensor:
+    """`torch.cat([before, new], 1)` that a compiler leaves alone.
+
+    Inductor would fold it into the mask that reads it, where FlexAttention of torch 2.11 has no
+    such operation.
+    """
+    return torch.cat([before, new], 1)
+
+
+_joined.register_fake(lambda before, new: torch.cat([before, new], 1))
+
+
 class KVCache:
     """Keys and values of the tokens so far, of one layer, for inference.
 
@@ -99,6 +112,8 @@ class KVCache:
 
     def next_positions(self, count: int) -> Tensor:
         """Positions of the next `count` tokens of each row, `(B, count)`."""
+        if count == 1:  # Inductor of torch 2.11 cannot fold an `arange` of one into attention
+            return self.lengths[:, None].clone()
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
     def update(
@@ -153,7 +168,7 @@ class KVCache:
         return (
             torch.cat([before[0], k], 2),
             torch.cat([before[1], v], 2),
-            torch.cat([before[2], positions], 1),
+            _joined(before[2], positions),
         )
 
     def mask(self, mask_mod: Mod | None, q_positions: Tensor, kv_positions: Tensor) -> Mod:
@@ -208,7 +223,7 @@ def _filled(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def _nearer_than(distance: int, device: torch.device) -> Mod:
-    limit = torch.tensor(distance, device=device)
+    limit = torch.full((), distance, device=device)
 
     def nearer_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx - kv_idx < limit

@@ -15,6 +15,7 @@ from score_mods._captured import (
     described,
     is_mask_mod,
     made_for,
+    scalar,
 )
 from score_mods._checks import integer, kind_of
 from score_mods.catalogue import stages
@@ -110,7 +111,7 @@ def _offset(name: str, value: int | Tensor) -> Tensor:
         raise TypeError(
             f"{name} must be an int or a 0-d integer tensor, got {type(value).__name__}"
         )
-    return torch.tensor(value)
+    return scalar(value, torch.int64)
 
 
 def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> AnyMod:

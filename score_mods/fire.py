@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._captured import Mod, at_head, described, parameter, scalar
 from score_mods._checks import floating, number
 
 
@@ -63,7 +63,7 @@ def fire(
         (w1[i : i + 1].clone(), b1[i : i + 1].clone(), w2[:, i].clone()) for i in range(len(w1))
     ]
     rate, length = parameter("c", c), parameter("threshold", threshold)
-    small = torch.tensor(number("eps", eps, positive=True), dtype=torch.float64)
+    small = scalar(number("eps", eps, positive=True))
 
     def fire_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         dtype = torch.promote_types(score.dtype, torch.float32)

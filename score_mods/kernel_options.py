@@ -107,12 +107,14 @@ def flash_is_installed() -> bool:
         return False
 
 
-def flash_obstacle(q: Tensor, score_mod: Mod | None) -> str | None:
-    """Why FlexAttention's FLASH backend cannot take these queries and this score_mod, or None."""
+def flash_obstacle(q: Tensor, k: Tensor, score_mod: Mod | None) -> str | None:
+    """Why FlexAttention's FLASH backend cannot take these tensors and this score_mod, or None."""
     if not flash_is_installed():
         return "flash-attn-4 cannot be imported (flash_attn.cute)"
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16 on a GPU, got {q.dtype} on {q.device}"
+    if score_mod is not None and q.shape[1] != k.shape[1]:
+        return "flash-attn-4 4.0.0b36 gives wrong results for a score_mod with grouped queries"
     parts = list(within(score_mod))
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "it gives no gradient to what a score_mod captures"
@@ -123,12 +125,12 @@ def flash_obstacle(q: Tensor, score_mod: Mod | None) -> str | None:
 
 
 def prefers_flash(
-    q: Tensor, v: Tensor, score_mod: Mod | None, mask_mod: Mod | BlockMask | None
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask_mod: Mod | BlockMask | None
 ) -> bool:
     """Whether the FLASH backend was measured to be faster here (benchmarks/RESULTS.md)."""
     return (
         not torch.compiler.is_compiling()
-        and flash_obstacle(q, score_mod) is None
+        and flash_obstacle(q, k, score_mod) is None
         and _is_hopper(q.device)
         and q.shape[2] >= 128
         and q.shape[3] == v.shape[3]

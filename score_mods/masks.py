@@ -197,14 +197,15 @@ def _blocks_by_evaluation(
     q_block, kv_block = block_size
     kv_idx = torch.arange(kv_len, device=device)
     in_block = kv_idx // kv_block
-    width = (kv_len - torch.arange(0, kv_len, kv_block, device=device)).clamp(max=kv_block)
+    blocks = -(-kv_len // kv_block)
+    width = kv_idx.new_zeros(blocks).index_add_(0, in_block, torch.ones_like(kv_idx))
     rows = []
     for start in range(0, q_len, q_block):
         q_idx = torch.arange(start, min(start + q_block, q_len), device=device)
         visible = mask_mod(b, h, q_idx[:, None], kv_idx)
         visible = visible.expand(torch.broadcast_shapes(visible.shape, (1, 1, len(q_idx), kv_len)))
         by_key = visible.sum(-2)
-        count = by_key.new_zeros(*by_key.shape[:2], len(width)).index_add_(2, in_block, by_key)
+        count = by_key.new_zeros(*by_key.shape[:2], blocks).index_add_(2, in_block, by_key)
         rows.append((count > 0, count == width * len(q_idx)))
     return torch.stack([some for some, _ in rows], -2), torch.stack(
         [every for _, every in rows], -2

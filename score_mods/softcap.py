@@ -6,7 +6,7 @@ import torch
 from attn_gym.mods import generate_tanh_softcap
 from torch import Tensor
 
-from score_mods._captured import Mod, described
+from score_mods._captured import Mod, described, scalar
 from score_mods._checks import number
 
 
@@ -30,7 +30,7 @@ def softcap(cap: float, *, approx: bool = False) -> Mod:
 
     Reference: Gemma Team, "Gemma 2", arXiv 2408.00118, section 2.
     """
-    bound = torch.tensor(number("cap", cap, positive=True), dtype=torch.float64)
+    bound = scalar(number("cap", cap, positive=True))
     bend = generate_tanh_softcap(1, approx=approx)
 
     def softcap_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

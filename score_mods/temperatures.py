@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._captured import Mod, at_head, described, parameter, scalar
 from score_mods._checks import integer, number
 from score_mods.fast import fast_log, has_instructions, wants_instructions
 
@@ -100,8 +100,8 @@ def logn(train_length: float | None = None, s: float | Tensor = 1.0) -> Mod:
     rate = parameter("s", s)
     # Without a length nothing is clipped: ln(1) = 0 is the least there is.
     least = 0.0 if train_length is None else math.log(_trained_length(train_length))
-    floor = torch.tensor(least, dtype=torch.float64)
-    unit = torch.tensor(least or 1.0, dtype=torch.float64)
+    floor = scalar(least)
+    unit = scalar(least or 1.0)
 
     def factor(h: Tensor, n: Tensor, log: Callable[[Tensor], Tensor]) -> Tensor:
         log_n = torch.maximum(log(n), floor.to(n.dtype)) / unit.to(n.dtype)
@@ -132,7 +132,7 @@ def infoscale(train_length: float, head_dim: int) -> Mod:
     width of the model for d.
     """
     exponent = -2 / integer("head_dim", head_dim)
-    power = torch.tensor(exponent, dtype=torch.float64)
+    power = scalar(exponent)
     trained = -torch.expm1(power * math.log(_trained_length(train_length)))
 
     def factor(h: Tensor, n: Tensor, log: Callable[[Tensor], Tensor]) -> Tensor:
@@ -193,7 +193,7 @@ def _step_temperature(
     name: str, argument: str, height: float | Tensor, interval: int, ahead: int
 ) -> Mod:
     step = parameter(argument, height)
-    width = torch.tensor(integer("interval", interval), dtype=torch.float64)
+    width = scalar(integer("interval", interval))
 
     def factor(h: Tensor, n: Tensor, log: Callable[[Tensor], Tensor]) -> Tensor:
         steps = torch.floor((n - ahead) / width.to(n.dtype))
@@ -257,7 +257,7 @@ def power_law_temperature(exponent: float, c: float | Tensor = 1.0) -> Mod:
     Reference: Bruno et al., "Scaling Limits of Long-Context Transformers", arXiv 2605.08505
     (checked in its abstract).
     """
-    power = torch.tensor(number("exponent", exponent, positive=True), dtype=torch.float64)
+    power = scalar(number("exponent", exponent, positive=True))
     constant = parameter("c", c)
 
     def factor(h: Tensor, n: Tensor, log: Callable[[Tensor], Tensor]) -> Tensor:
@@ -289,7 +289,7 @@ def log_power_temperature(exponent: float = 1.0, c: float | Tensor = 1.0) -> Mod
     in Self-Attention", arXiv 2605.12697; Chen et al., "Critical attention scaling in long-context
     transformers", arXiv 2510.05554 (both checked in their abstracts; 1/(1 - rho) in a summary).
     """
-    power = torch.tensor(number("exponent", exponent, positive=True), dtype=torch.float64)
+    power = scalar(number("exponent", exponent, positive=True))
     constant = parameter("c", c)
 
     def factor(h: Tensor, n: Tensor, log: Callable[[Tensor], Tensor]) -> Tensor:
@@ -318,7 +318,7 @@ def yarn_temperature(factor: float) -> Mod:
     """
     if number("factor", factor, positive=True) < 1:
         raise ValueError(f"factor must be at least 1, got {factor}")
-    sharpening = torch.tensor((0.1 * math.log(factor) + 1) ** 2, dtype=torch.float64)
+    sharpening = scalar((0.1 * math.log(factor) + 1) ** 2)
 
     def constant(h: Tensor, n: Tensor, log: Callable[[Tensor], Tensor]) -> Tensor:
         return sharpening.to(n.dtype)

@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 import score_mods as sm
 from score_mods import fast
 from score_mods.kernel_options import flash_is_installed
-from score_mods.scale_invariant import _law
+from score_mods.scale_invariant import _boundary, _law
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,10 +79,12 @@ def assert_within_budget(score_mod, mask_mod, q, k, v, grad, backend="triton"):
 @pytest.mark.parametrize("options", LAWS, ids=range(len(LAWS)))
 def test_the_instructions_at_every_distance(options):
     """The compiled fast form, alone, against the law in float64, within its error bound."""
-    law = _law(**DEFAULTS | options)
+    parameters = _law(**DEFAULTS | options)
+    a0_squared, m0 = _boundary(parameters)
+    law = (*parameters[:3], a0_squared, m0)
     ndim = options.get("ndim", 1)
     constants = [None if x is None else x.cuda() for x in fast.fast_constants(ndim, *law)]
-    bound = fast.error_bound(ndim, law[0], law[3])
+    bound = fast.error_bound(ndim, law[0], a0_squared)
 
     @torch.compile
     def change(score, t, h):
@@ -96,7 +98,7 @@ def test_the_instructions_at_every_distance(options):
         for score in (0.0, -20.0):
             exact = a_t * score + m_t
             got = change(torch.full_like(t, score, dtype=torch.float32), t, torch.full_like(t, h))
-            size = a_t * abs(score - head.get("mu", 0)) + 2 * m_t.abs() + 2 * law[3].max()
+            size = a_t * abs(score - head.get("mu", 0)) + 2 * m_t.abs() + 2 * a0_squared.max()
             assert ((got - exact).abs() <= 2 * bound * size).all()
             # The twin: one token more is outside the bound where the law bends most.
             assert ((got[1:11] - exact[:10]).abs() > 2 * bound * size[:10]).all()
@@ -140,17 +142,19 @@ def test_the_flash_backend_with_other_laws(options):
 
 
 @needs_flash
-@pytest.mark.parametrize("mod", [None, sm.alibi(4), sm.with_offset(sm.scale_invariant(), 7)])
-def test_the_flash_backend_with_other_mods_and_grouped_queries(mod):
+@pytest.mark.parametrize(
+    ("mod", "H_kv"), [(None, 2), (sm.alibi(4), 4), (sm.with_offset(sm.scale_invariant(), 7), 4)]
+)
+def test_the_flash_backend_with_other_mods_and_grouped_queries(mod, H_kv):
     same = mod or (lambda score, b, h, q_idx, kv_idx: score)
-    given = inputs(512, torch.bfloat16, H_kv=2)
-    q, k, v, grad = given
-    got = with_gradients(
-        lambda *x: sm.attention(*x, mod, sm.causal, enable_gqa=True, backend="flash"), *given
-    )
+    given = inputs(512, torch.bfloat16, H_kv=H_kv)
+    how = {"enable_gqa": H_kv != 4, "backend": "flash"}
+    got = with_gradients(lambda *x: sm.attention(*x, mod, sm.causal, **how), *given)
     low = with_gradients(lambda *x: plain(*x, same, sm.causal), *given)
     exact = with_gradients(
-        lambda *x: sm.dense_attention(*x, mod, sm.causal), *(x.double() for x in (q, k, v)), grad
+        lambda *x: sm.dense_attention(*x, mod, sm.causal),
+        *(x.double() for x in given[:3]),
+        given[3],
     )
     for a, b, c in zip(got, low, exact, strict=True):
         assert error(a, c)[1] <= 2 * error(b, c)[1] + 1e-5

@@ -19,13 +19,13 @@ def hopper(monkeypatch):
     monkeypatch.setattr(module, "_is_hopper", lambda device: True)
 
 
-def queries(T=256, D=64, dtype=torch.bfloat16):
+def queries(T=256, D=64, dtype=torch.bfloat16, H=2):
     """What the choice looks at of queries on a GPU."""
-    return SimpleNamespace(device=torch.device("cuda"), shape=(1, 2, T, D), dtype=dtype)
+    return SimpleNamespace(device=torch.device("cuda"), shape=(1, H, T, D), dtype=dtype)
 
 
-def options(q, score_mod=None, mask_mod=sm.causal, backend="auto"):
-    return caller._kernel_options(q, q, score_mod, mask_mod, backend)
+def options(q, score_mod=None, mask_mod=sm.causal, backend="auto", kv=None):
+    return caller._kernel_options(q, kv or q, q, score_mod, mask_mod, backend)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -138,6 +138,9 @@ def test_flash_says_why_not(monkeypatch):
         with pytest.raises(ValueError, match=f"lacks an operation of {mod.__name__}"):
             options(queries(), sm.with_offset(mod, 3), backend="flash")
     fast = sm.with_offset(sm.scale_invariant(), 3)
+    with pytest.raises(ValueError, match="wrong results for a score_mod with grouped queries"):
+        options(queries(), fast, backend="flash", kv=queries(H=1))
+    assert options(queries(), backend="flash", kv=queries(H=1)) == {"BACKEND": "FLASH"}
     assert options(queries(), fast, backend="flash") == {"BACKEND": "FLASH"}
 
 
