@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,11 @@ class Calibrations:
         if not folder.is_dir():
             patch_rotary(self.model, rotary)
             found = calibrate(self.model, self.texts, verdicts=False)
-            partial = folder.with_suffix(".partial")
-            partial.mkdir(parents=True, exist_ok=True)
+            partial = folder.with_suffix(f".{os.getpid()}")
+            partial.mkdir(parents=True)
             found.save(partial)
-            partial.rename(folder)
+            try:
+                partial.rename(folder)
+            except OSError:  # another process measured the same meanwhile
+                shutil.rmtree(partial)
         return Calibration.load(folder)
