@@ -17,17 +17,17 @@ from score_mods.combine import with_positions
 from score_mods.masks import and_masks
 
 
-@torch.library.custom_op("score_mods::joined_positions", mutates_args=())
-def _joined(before: Tensor, new: Tensor) -> Tensor:
-    """`torch.cat([before, new], 1)` that a compiler leaves alone.
+@torch.library.custom_op("score_mods::kept", mutates_args=())
+def _kept(positions: Tensor) -> Tensor:
+    """A copy that a compiler computes where it stands.
 
-    Inductor would fold it into the mask that reads it, where FlexAttention of torch 2.11 has no
-    such operation.
+    Inductor folds what a mod captures into the attention kernel, which then reads what it was
+    computed from. Those are tensors of the cache, which may have new values by then.
     """
-    return torch.cat([before, new], 1)
+    return positions.clone()
 
 
-_joined.register_fake(lambda before, new: torch.cat([before, new], 1))
+_kept.register_fake(torch.empty_like)
 
 
 class KVCache:
@@ -112,9 +112,7 @@ class KVCache:
 
     def next_positions(self, count: int) -> Tensor:
         """Positions of the next `count` tokens of each row, `(B, count)`."""
-        if count == 1:  # Inductor of torch 2.11 cannot fold an `arange` of one into attention
-            return self.lengths[:, None].clone()
-        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+        return _kept(self.lengths[:, None] + torch.arange(count, device=self.lengths.device))
 
     def update(
         self, k: Tensor, v: Tensor, positions: Tensor | None = None
@@ -164,11 +162,11 @@ class KVCache:
         self._positions[row, slots] = positions
         self.lengths.copy_(torch.maximum(self.lengths, last[:, 0] + 1))
         if before is None:
-            return self.keys, self.values, self.positions
+            return self.keys, self.values, _kept(self.positions)
         return (
             torch.cat([before[0], k], 2),
             torch.cat([before[1], v], 2),
-            _joined(before[2], positions),
+            _kept(torch.cat([before[2], positions], 1)),
         )
 
     def mask(self, mask_mod: Mod | None, q_positions: Tensor, kv_positions: Tensor) -> Mod:
