@@ -24,6 +24,25 @@ Mod: TypeAlias = Callable[..., Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@torch.library.custom_op("score_mods::kept", mutates_args=())
+def _kept(x: Tensor) -> Tensor:
+    return x.contiguous().clone()
+
+
+@_kept.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def kept(x: Tensor) -> Tensor:
+    """`x`, in a compiled function a contiguous copy that the compiler makes where it stands.
+
+    Inductor folds what a mod captures into the attention kernel, which then reads what it was
+    computed from: tensors of a cache, say, which may have new values by then.
+    """
+    return _kept(x) if torch.compiler.is_compiling() else x
+
+
 def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
     """The 0-d tensor to capture for a number.
 

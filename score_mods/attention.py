@@ -16,7 +16,7 @@ from score_mods.masks import causal, create_block_mask
 
 # Torch counts the graphs of one function over all the score_mods and lengths of a process, and
 # stops compiling at 8.
-_GRAPHS = 1024
+_LIMITS: dict[str, Any] = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
 
 
 @lru_cache(maxsize=2)
@@ -95,7 +95,7 @@ def attention(
             memory.
         backend: FlexAttention's kernels: "triton", "flash" (flash-attn-4), or "auto", which is
             "flash" where that was measured to be faster and gives what is asked for: Hopper GPUs,
-            bfloat16 and float16, head sizes 64 and 128, 128 queries and more, no mask or
+            bfloat16 and float16, head sizes 64 and 128, 4096 queries and more, no mask or
             `causal`, no score_mod or `scale_invariant` (with as many heads of keys as of
             queries), no `return_lse`, no deterministic algorithms, outside a model that is being
             compiled.
@@ -162,9 +162,13 @@ def attention(
     }
     if compiling:
         result = flex_attention(q, k, v, **options)
+    elif flash:
+        with torch._dynamo.config.patch(specialize_float=True, **_LIMITS):
+            result = _compiled(dynamic=False)(q, k, v, **options)
     else:
-        with torch._dynamo.config.patch(
-            recompile_limit=_GRAPHS, accumulated_recompile_limit=_GRAPHS, specialize_float=flash
-        ):
-            result = _compiled(False if flash else None)(q, k, v, **options)
+        try:  # without the patch, which would take longer than the rest of this function
+            result = _compiled()(q, k, v, **options)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            with torch._dynamo.config.patch(**_LIMITS):
+                result = _compiled()(q, k, v, **options)
     return (result[0], result[1].lse) if return_lse else result

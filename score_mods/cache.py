@@ -11,23 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod
+from score_mods._captured import Mod, kept
 from score_mods._checks import integer, positions_of_shape
 from score_mods.combine import with_positions
 from score_mods.masks import and_masks
-
-
-@torch.library.custom_op("score_mods::kept", mutates_args=())
-def _kept(positions: Tensor) -> Tensor:
-    """A copy that a compiler computes where it stands.
-
-    Inductor folds what a mod captures into the attention kernel, which then reads what it was
-    computed from. Those are tensors of the cache, which may have new values by then.
-    """
-    return positions.clone()
-
-
-_kept.register_fake(torch.empty_like)
 
 
 class KVCache:
@@ -112,7 +99,7 @@ class KVCache:
 
     def next_positions(self, count: int) -> Tensor:
         """Positions of the next `count` tokens of each row, `(B, count)`."""
-        return _kept(self.lengths[:, None] + torch.arange(count, device=self.lengths.device))
+        return kept(self.lengths[:, None] + torch.arange(count, device=self.lengths.device))
 
     def update(
         self, k: Tensor, v: Tensor, positions: Tensor | None = None
@@ -162,11 +149,11 @@ class KVCache:
         self._positions[row, slots] = positions
         self.lengths.copy_(torch.maximum(self.lengths, last[:, 0] + 1))
         if before is None:
-            return self.keys, self.values, _kept(self.positions)
+            return self.keys, self.values, kept(self.positions)
         return (
             torch.cat([before[0], k], 2),
             torch.cat([before[1], v], 2),
-            _kept(torch.cat([before[2], positions], 1)),
+            kept(torch.cat([before[2], positions], 1)),
         )
 
     def mask(self, mask_mod: Mod | None, q_positions: Tensor, kv_positions: Tensor) -> Mod:

@@ -11,7 +11,7 @@ and in packed documents alike.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device, within
+from score_mods._captured import Mod, check_mask_mod, is_mask_mod, kept, to_device, within
 from score_mods.attention import attention, check_impl
 from score_mods.combine import compose, with_offset, with_positions
 from score_mods.late_rotary import (
@@ -32,7 +32,7 @@ from score_mods.late_rotary import (
     pairings,
     set_frequencies,
 )
-from score_mods.masks import and_masks, causal, create_block_mask
+from score_mods.masks import and_masks, built_block_mask, causal, create_block_mask
 from score_mods.rotary import Rotary
 from score_mods.sinks import attention_sink
 from score_mods.softcap import softcap as softcap_mod
@@ -52,6 +52,7 @@ class _Positions:
         shift: both as 0-d tensors on the model's device.
         q_table, kv_table: positions of queries and keys, `(B, T)`, where there is padding.
         plain: whether the mask is nothing but causal.
+        seen: the score_mods that were asked for `at` these positions, by their ids.
     """
 
     q_offset: int | Tensor
@@ -60,6 +61,20 @@ class _Positions:
     q_table: Tensor | None
     kv_table: Tensor | None
     plain: bool
+    seen: dict[int, Mod] = field(default_factory=dict, init=False)
+
+    def at(self, score_mod: Mod) -> Mod:
+        """The score_mod at these positions, one for all layers of a forward pass."""
+        if torch.compiler.is_compiling():
+            return self._made(score_mod)
+        if id(score_mod) not in self.seen:
+            self.seen[id(score_mod)] = self._made(score_mod)
+        return self.seen[id(score_mod)]
+
+    def _made(self, score_mod: Mod) -> Mod:
+        if self.q_table is not None and self.kv_table is not None:
+            return with_positions(score_mod, self.q_table, self.kv_table)
+        return score_mod if self.plain else with_offset(score_mod, *self.shift)
 
 
 def register(
@@ -111,13 +126,16 @@ def register(
     if not by_layer:
         _checked(score_mod)
     mods: dict[tuple[int | None, float | None], Mod | None] = {}
+    captured: dict[tuple[int | None, float | None], list[Tensor]] = {}
     # What is captured is moved once for each device, which a compiled model could not do, and
     # what is learned anew in every call.
     moved: dict[tuple[int | None, float | None, torch.device], Mod] = {}
 
     def mod_of(layer: int | None, cap: float | None, device: torch.device) -> Mod | None:
         compiling = torch.compiler.is_compiling()
-        if (layer, cap, device) in moved and (compiling or not _learns(mods[layer, cap])):
+        if (layer, cap, device) in moved and (
+            compiling or not any(x.requires_grad for x in captured[layer, cap])
+        ):
             return moved[layer, cap, device]
         if (layer, cap) in mods:
             mod: Any = mods[layer, cap]
@@ -127,6 +145,7 @@ def register(
                 mod = softcap_mod(cap) if mod is None else compose(softcap_mod(cap), mod)
         if not compiling:
             mods[layer, cap] = mod
+            captured[layer, cap] = [x for x in within(mod) if isinstance(x, Tensor)]
             if mod is not None:
                 mod = moved[layer, cap, device] = to_device(mod, device)
         elif mod is not None and device.type != "cpu":
@@ -158,10 +177,7 @@ def register(
         at = _positions(attention_mask, query, key, position_ids)
         mod = mod_of(module.layer_idx if by_layer else None, softcap, query.device)  # type: ignore[arg-type]
         if mod is not None:
-            if at.q_table is not None:
-                mod = with_positions(mod, at.q_table, at.kv_table)
-            elif not at.plain:
-                mod = with_offset(mod, *at.shift)
+            mod = at.at(mod)
         options: dict[str, Any] = {
             "scale": scaling,
             "enable_gqa": True,
@@ -202,10 +218,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _learns(score_mod: Mod | None) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in within(score_mod))
-
-
 def _checked(score_mod: Any) -> Mod | None:
     if score_mod is not None and is_mask_mod(score_mod, "score_mod"):
         raise TypeError(
@@ -237,7 +249,8 @@ def _mask(
     if mask_function is bidirectional_mask_function:
         raise ValueError("model has no causal attention: one of its layers attends both ways")
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache counts on in place before attention comes
+        # A static cache counts on in place before attention comes.
+        q_offset = kept(q_offset.clone())
         q_shift = q_offset.to(device)
     else:
         q_shift = torch.full((), q_offset, device=device)
@@ -256,18 +269,28 @@ def _mask(
         torch.compiler.is_compiling() or not bool(attention_mask.all())
     ):
         missing = kv_length + kv_offset - attention_mask.shape[1]
-        real = nn.functional.pad(attention_mask, (0, max(missing, 0)))
+        real = kept(nn.functional.pad(attention_mask, (0, max(missing, 0))))
         positions = (real.cumsum(1) - 1).clamp(min=0)
-        q_table = positions[:, torch.arange(q_length, device=device) + q_offset]
-        kv_table = positions[:, torch.arange(kv_length, device=device) + kv_offset]
+        q_table = kept(positions[:, torch.arange(q_length, device=device) + q_offset])
+        kv_table = kept(positions[:, torch.arange(kv_length, device=device) + kv_offset])
         mask_mod = and_masks(mask_mod, _real(real))
     starts_at_zero = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     if not starts_at_zero:
         as_tensors = torch.compiler.is_compiling() or isinstance(q_offset, Tensor)
         mask_mod = with_offset(mask_mod, *(shift if as_tensors else (q_offset, kv_offset)))
-    rows = None if is_causal and further is None and q_table is None else batch_size
-    block_mask = create_block_mask(mask_mod, rows, None, q_length, kv_length, device)
     plain = mask_mod is causal
+    if plain:
+        block_mask = create_block_mask(mask_mod, None, None, q_length, kv_length, device)
+    else:  # a mask of this forward pass alone
+        block_mask = built_block_mask(
+            mask_mod,
+            1 if is_causal and further is None and q_table is None else batch_size,
+            1,
+            q_length,
+            kv_length,
+            torch.device(device),
+            compute_q_blocks=torch.is_grad_enabled(),
+        )
     block_mask.positions = _Positions(q_offset, kv_offset, shift, q_table, kv_table, plain)  # type: ignore[attr-defined]
     return block_mask
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from attn_gym.masks import causal_mask as causal
 from attn_gym.masks import generate_prefix_lm_mask
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 
 from score_mods._captured import (
@@ -27,6 +27,7 @@ from score_mods._captured import (
     check_mask_mod,
     check_sizes,
     described,
+    kept,
     operands,
     to_device,
 )
@@ -196,16 +197,18 @@ def _blocks_by_evaluation(
     """Some and every pair visible, by evaluating `mask_mod` for one row of blocks at a time."""
     q_block, kv_block = block_size
     kv_idx = torch.arange(kv_len, device=device)
-    in_block = kv_idx // kv_block
-    blocks = -(-kv_len // kv_block)
-    width = kv_idx.new_zeros(blocks).index_add_(0, in_block, torch.ones_like(kv_idx))
+
+    def by_block(counts: Tensor) -> Tensor:
+        padded = nn.functional.pad(counts, (0, -kv_len % kv_block))
+        return padded.unflatten(-1, (-1, kv_block)).sum(-1)
+
+    width = by_block(torch.ones_like(kv_idx))
     rows = []
     for start in range(0, q_len, q_block):
         q_idx = torch.arange(start, min(start + q_block, q_len), device=device)
         visible = mask_mod(b, h, q_idx[:, None], kv_idx)
         visible = visible.expand(torch.broadcast_shapes(visible.shape, (1, 1, len(q_idx), kv_len)))
-        by_key = visible.sum(-2)
-        count = by_key.new_zeros(*by_key.shape[:2], blocks).index_add_(2, in_block, by_key)
+        count = by_block(visible.sum(-2))
         rows.append((count > 0, count == width * len(q_idx)))
     return torch.stack([some for some, _ in rows], -2), torch.stack(
         [every for _, every in rows], -2
@@ -213,20 +216,29 @@ def _blocks_by_evaluation(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of blocks, how many are set, and the indices with the set ones first."""
+    """For each row of blocks, how many are set, and the indices with the set ones first.
+
+    Both `kept`: of a head axis of 1 Inductor would choose any stride, and FlexAttention's kernels
+    step through the batch by it.
+    """
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    return kept(blocks.sum(-1, dtype=torch.int32)), kept(order.to(torch.int32))
 
 
-def _build(
+def built_block_mask(
     mask_mod: Mod,
     B: int,
     H: int,
     q_len: int,
     kv_len: int,
     device: torch.device,
-    block_size: tuple[int, int],
+    block_size: tuple[int, int] = (128, 128),
+    compute_q_blocks: bool = True,
 ) -> BlockMask:
+    """What `create_block_mask` returns, neither checked nor kept.
+
+    `compute_q_blocks` says whether there will be a backward pass, which goes by columns.
+    """
     mask_mod = to_device(mask_mod, device)
     b = torch.arange(B, device=device)[:, None, None, None]
     h = torch.arange(H, device=device)[:, None, None]
@@ -250,10 +262,11 @@ def _build(
         BLOCK_SIZE=block_size,
         mask_mod=mask_mod,
         seq_lengths=(q_len, kv_len),
+        compute_q_blocks=compute_q_blocks,
     )
 
 
-_build_cached = lru_cache(maxsize=16)(_build)
+_kept_block_mask = lru_cache(maxsize=16)(built_block_mask)
 
 
 def create_block_mask(
@@ -303,8 +316,8 @@ def create_block_mask(
         check_sizes("mask_mod", mask_mod, B, Q_LEN, KV_LEN)
     device = torch.empty(0, device=device).device
     if torch.compiler.is_compiling():
-        return _build(mask_mod, B, H, Q_LEN, KV_LEN, device, block_size)
-    cached = _build_cached(mask_mod, B, H, Q_LEN, KV_LEN, device, block_size)
+        return built_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block_size)
+    cached = _kept_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, block_size)
     block_mask = copy.copy(cached)
     block_mask.mask_mod = to_device(mask_mod, device)
     return block_mask

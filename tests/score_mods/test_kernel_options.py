@@ -147,7 +147,10 @@ def test_flash_says_why_not(monkeypatch):
 @pytest.mark.usefixtures("hopper")
 def test_flash_is_chosen_where_it_was_measured_to_be_faster(monkeypatch):
     def is_flash(q=None, score_mod=None, mask_mod=sm.causal):
-        return options(q or queries(), score_mod, mask_mod) == {"BACKEND": "FLASH"}
+        return options(q or long(), score_mod, mask_mod) == {"BACKEND": "FLASH"}
+
+    def long(**shape):
+        return queries(T=4096, **shape)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     mod = sm.scale_invariant()
@@ -155,10 +158,10 @@ def test_flash_is_chosen_where_it_was_measured_to_be_faster(monkeypatch):
     monkeypatch.setattr(module, "flash_is_installed", lambda: True)
     assert is_flash()
     assert is_flash(score_mod=mod)
-    assert is_flash(queries(D=128), mask_mod=None)
-    assert not is_flash(queries(T=127))
-    assert not is_flash(queries(D=32))
-    assert not is_flash(queries(dtype=torch.float32))
+    assert is_flash(long(D=128), mask_mod=None)
+    assert not is_flash(queries(T=4095))
+    assert not is_flash(long(D=32))
+    assert not is_flash(long(dtype=torch.float32))
     assert not is_flash(mask_mod=sm.sliding_window(128))
     assert not is_flash(score_mod=sm.alibi(2))
     assert not is_flash(score_mod=sm.compose(sm.alibi(2), mod, check_order=False))

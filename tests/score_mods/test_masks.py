@@ -359,3 +359,20 @@ def test_blocks_are_cached_and_the_mask_is_not():
 def test_bad_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_blocks_made_in_a_compiled_model_are_contiguous():
+    """FlexAttention's kernels step through a batch by the stride of a head axis of 1."""
+    torch.compiler.reset()
+    ids = torch.arange(300) // torch.tensor([[70], [110]])
+
+    def made(ids):
+        mask = sm.and_masks(sm.causal, sm.document(ids))
+        m = sm.create_block_mask(mask, 2, None, 300, 300)
+        return m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices
+
+    for got, want in zip(torch.compile(made, fullgraph=True)(ids), made(ids), strict=True):
+        assert torch.equal(got, want)
+        assert got.shape[1] == 1
+        assert got.stride()[:2] == (got[0].numel(), got[0].numel())
+    torch.compiler.reset()
