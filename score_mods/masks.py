@@ -218,11 +218,13 @@ def _blocks_by_evaluation(
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For each row of blocks, how many are set, and the indices with the set ones first.
 
-    Both `kept`: of a head axis of 1 Inductor would choose any stride, and FlexAttention's kernels
-    step through the batch by it.
+    Of a batch both are `kept`: for a head axis of 1 Inductor would choose any stride, and
+    FlexAttention's kernels step through the batch by it.
     """
+    counts = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
-    return kept(blocks.sum(-1, dtype=torch.int32)), kept(order.to(torch.int32))
+    order = order.to(torch.int32)
+    return (counts, order) if len(blocks) == 1 else (kept(counts), kept(order))
 
 
 def built_block_mask(

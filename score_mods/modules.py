@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._device import DeviceContext
 
-from score_mods._captured import Mod, check_mask_mod, is_mask_mod, to_device, within
+from score_mods._captured import Mod, check_mask_mod, described, is_mask_mod, to_device, within
 from score_mods._checks import floating, integer, number, positions_of_shape
 from score_mods.attention import attention, check_impl
 from score_mods.cache import KVCache
@@ -27,6 +27,9 @@ from score_mods.rotary import Rotary
 from score_mods.sinks import attention_sink
 
 _POSITIVE = ("tau", "sigma", "alpha")
+# Modules whose factories take from a learned tensor the value of a head and nothing else.
+_BY_HEAD = {f"score_mods.{name}" for name in ("biases", "scale_invariant", "temperatures")}
+_COPIES = 1024
 
 
 class Learnable(nn.Module):
@@ -66,17 +69,47 @@ class Learnable(nn.Module):
         if not self._parameters:
             raise ValueError("arguments must have a floating tensor to learn, got none")
 
-    def forward(self) -> Mod:
-        """The score_mod with the parameters' present values."""
+    def forward(self, spread: bool = False) -> Mod:
+        """The score_mod with the parameters' present values.
+
+        Args:
+            spread: whether each value is to lie at 1,024 places, one for a pair of tokens and the
+                next for the next. FlexAttention's backward on a GPU adds every pair's gradient to
+                what a score_mod captures, and additions to one place wait for each other. Without
+                effect unless all parameters have one value a head and the factory is one of
+                scale invariance, temperatures or biases.
+        """
         learned = {
             name.removeprefix("log_"): p.exp() if name.startswith("log_") else p
             for name, p in self._parameters.items()
             if p is not None
         }
+        spread &= getattr(self.factory, "__module__", "") in _BY_HEAD
+        spread &= all(p.ndim == 1 for p in learned.values())
+        heads = max(len(p) for p in learned.values()) if spread else 0
+        if spread:
+            learned = {
+                name: p.expand(heads)[:, None].expand(heads, _COPIES).flatten()
+                for name, p in learned.items()
+            }
         # The factory makes tensors of numbers, which must be on the parameters' device. This is
         # `with device:` in the form that torch.compile takes.
         with DeviceContext(next(iter(learned.values())).device):
-            return self.factory(**self.arguments, **learned)
+            mod = self.factory(**self.arguments, **learned)
+        return _at_places(mod, heads) if spread else mod
+
+
+def _at_places(mod: Mod, heads: int) -> Mod:
+    """A score_mod of `heads` times 1,024 values, for each pair of tokens at one of a head's."""
+
+    def spread_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # The pairs of 16 by 64 neighbours have places of their own.
+        place = (64 * q_idx + kv_idx) & (_COPIES - 1)
+        return mod(score, b, place if heads == 1 else h * _COPIES + place, q_idx, kv_idx)
+
+    described(spread_mod, getattr(mod, "__name__", "score_mod"), mod)
+    spread_mod.num_heads = None if heads == 1 else heads  # type: ignore[attr-defined]
+    return spread_mod
 
 
 class FlexSelfAttention(nn.Module):
@@ -231,9 +264,10 @@ class FlexSelfAttention(nn.Module):
             kv_at = kv_positions.clamp(min=0)
         # The dense form's products are float32, also under autocast.
         with torch.autocast(x.device.type, enabled=False):
-            score_mod = (
-                self.score_mod() if isinstance(self.score_mod, Learnable) else self.score_mod
-            )
+            score_mod: Mod | None = self.score_mod
+            if isinstance(self.score_mod, Learnable):
+                trains = torch.is_grad_enabled() and self.impl == "flex" and x.is_cuda
+                score_mod = self.score_mod(spread=trains)
             if score_mod is not None and at is not None:
                 score_mod = with_positions(score_mod, at, kv_at)
             out: Any = attention(

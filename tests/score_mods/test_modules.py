@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import score_mods as sm
+from score_mods._captured import within
 from score_mods.cache import KVCache
 from score_mods.modules import FlexSelfAttention, Learnable
 
@@ -114,6 +115,43 @@ def test_several_learned_parts():
     weight = score.masked_fill(distance < 0, -torch.inf).softmax(-1)
     out = layer.o_proj((weight @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2))
     assert_gradients(got, gradients(layer, out))
+
+
+@pytest.mark.parametrize(
+    ("factory", "values"),
+    [
+        (sm.scale_invariant, {"tau": TAU.double(), "sigma": torch.tensor([0.8]).double()}),
+        (sm.scale_invariant, {"tau": torch.tensor([7.0]).double()}),
+        (sm.ssmax, {"s": torch.linspace(0.2, 0.5, H).double()}),
+        (sm.kerple_log, {"r1": TAU.double() / 10, "r2": TAU.double()}),
+    ],
+)
+def test_parameters_spread_over_memory_learn_the_same(factory, values):
+    q, k, v = torch.randn(3, 1, H, 40, D, dtype=torch.float64)
+    learned = Learnable(factory, **values)
+    found = []
+    for spread in (False, True):
+        mod = learned(spread=spread)
+        assert mod.num_heads == (H if max(map(len, values.values())) == H else None)
+        out = sm.dense_attention(q, k, v, mod, sm.causal)
+        found.append([out, *torch.autograd.grad(out.square().sum(), list(learned.parameters()))])
+    torch.testing.assert_close(*found)
+    captured = [x for x in within(mod) if isinstance(x, torch.Tensor) and x.ndim]
+    assert all(len(x) >= 1024 for x in captured)
+
+
+@pytest.mark.parametrize(
+    ("learned", "size"),
+    [
+        (Learnable(sm.scale_invariant, tau=TAU), 1024 * H),
+        (Learnable(lambda s: sm.ssmax(s.flip(0)), s=TAU), H),
+        (Learnable(sm.distance_table, table=torch.randn(H, 9)), 9),
+    ],
+    ids=["by head", "unknown", "table"],
+)
+def test_only_what_is_read_by_head_is_spread_over_memory(learned, size):
+    captured = [x for x in within(learned(spread=True)) if isinstance(x, torch.Tensor)]
+    assert max(max(x.shape) for x in captured if x.ndim) == size
 
 
 @pytest.mark.compiled
