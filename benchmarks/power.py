@@ -44,12 +44,13 @@ def retention(chunk_size: int | None, q: Tensor, k: Tensor, v: Tensor, log_g: Te
     return out.transpose(1, 2)
 
 
-def rows() -> dict[str, Attention]:
+def rows(rival: bool) -> dict[str, Attention]:
+    """What is timed; `rival` says whether `retention` is."""
     found: dict[str, Attention] = {
         "SDPA flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
         "SDPA cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     }
-    if find_spec("retention"):
+    if rival:
         found["retention, attention form"] = partial(retention, None)
         found["retention, chunk 1024"] = partial(retention, 1024)
     found["power, attention form"] = partial(power_attention, chunk_size=TOKENS)
@@ -102,13 +103,13 @@ def measure(attention: Attention, args: list[Tensor], grad: Tensor) -> tuple[flo
     return time(forward), time(step), peak
 
 
-def speed(lengths: tuple[int, ...]) -> None:
+def speed(lengths: tuple[int, ...], rival: bool) -> None:
     print(
         f"\nForward / forward + backward in ms; peak MiB of the latter. {TOKENS} tokens in all.\n"
     )
     print("| | " + " | ".join(f"B {TOKENS // n} x T {n}" for n in lengths) + " |")
     print("|---" * (len(lengths) + 1) + "|")
-    for name, attention in rows().items():
+    for name, attention in rows(rival).items():
         cells = []
         for length in lengths:
             if name == "power, chunk 1024" and length <= 1024:
@@ -121,13 +122,13 @@ def speed(lengths: tuple[int, ...]) -> None:
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
-def error() -> None:
+def error(rival: bool) -> None:
     """Print relative RMS errors against float64 at B 2, T 1024, 2 heads."""
     names = ("out", "dq", "dk", "dv", "dlog_g")
     print("\nRelative RMS error against float64, B 2, T 1024, 2 heads.\n")
     print("| | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
     ways: dict[str, Attention] = {}
-    if find_spec("retention"):
+    if rival:
         ways["retention, attention form"] = partial(retention, None)
         ways["retention, chunk 256"] = partial(retention, 256)
     ways["power, attention form"] = partial(power_attention, chunk_size=1024)
@@ -238,6 +239,12 @@ def first_call() -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks power", description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument(
+        "--retention",
+        action=argparse.BooleanOptionalAction,
+        default=find_spec("retention") is not None,
+        help="whether it takes part; it tunes itself for minutes first",
+    )
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a CUDA device\n")
@@ -245,8 +252,8 @@ def main(argv: list[str]) -> None:
         f"{', '.join(f'{name} {value}' for name, value in machine('cuda').items())}; bf16, "
         f"{HEADS} heads of {HEAD_DIM}, degree 2, gated."
     )
-    error()
+    error(options.retention)
     decoding()
-    speed(tuple(options.lengths))
+    speed(tuple(options.lengths), options.retention)
     other_sizes()
     first_call()
