@@ -186,7 +186,7 @@ class FlexSelfAttention(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlexSelfAttention:
-        """Move what the mods capture along with the parameters: a compiled model cannot."""
+        """Move what mods and rotary hold along with the parameters: a compiled model cannot."""
         super()._apply(fn, recurse)
         device = self.q_proj.weight.device
         if device.type != "meta":
@@ -194,6 +194,8 @@ class FlexSelfAttention(nn.Module):
                 self.score_mod = to_device(self.score_mod, device)
             if self.mask_mod is not None:
                 self.mask_mod = to_device(self.mask_mod, device)
+            if self.rotary is not None and device.type != "mps":
+                self.rotary = self.rotary.to(device)
         return self
 
     def forward(

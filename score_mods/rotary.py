@@ -11,7 +11,7 @@ The schemes that stretch a trained model to longer contexts are in `rotary_scale
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ class Rotary:
     def __post_init__(self) -> None:
         """Check the frequencies."""
         floating("frequencies", self.frequencies, "R/2")
+
+    def to(self, device: torch.device | str) -> Rotary:
+        """The scheme with its frequencies on `device`, where no call then has to copy them to.
+
+        Args:
+            device: of the queries and keys, one that has float64.
+
+        Returns:
+            A scheme of the same angles.
+        """
+        start = None if self.start is None else self.start.to(device)
+        return replace(self, frequencies=self.frequencies.to(device), start=start)
 
     def cos_sin(
         self, positions: Tensor, dtype: torch.dtype = torch.float32

@@ -98,6 +98,7 @@ def test_compiled_decoding_equals_one_pass(dtype, sliding, monkeypatch):
     if sliding:
         for block in dense.blocks:
             block.attention.mask_mod = sm.sliding_window(capacity)
+    assert all(block.attention.rotary.frequencies.is_cuda for block in flex.blocks)
     torch._dynamo.utils.counters.clear()
     compiled, graphs = torch.compile(flex, fullgraph=True), []
     with torch.no_grad():

@@ -283,3 +283,12 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
 def test_bad_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_scheme_moves_with_its_first_tokens():
+    rotary = sm.longrope(4, [2.0, 5.0], 8.0, 100, base=100.0, start_tokens=3)
+    moved = rotary.to("meta")
+    assert moved.frequencies.is_meta
+    assert moved.start.frequencies.is_meta
+    x = torch.randn(1, 2, 7, 4)
+    assert torch.equal(rotary.to("cpu")(x), rotary(x))
