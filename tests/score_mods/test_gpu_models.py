@@ -112,6 +112,17 @@ def test_compiled_decoding_equals_one_pass(dtype, sliding, monkeypatch):
     assert len(set(graphs)) == 1
 
 
+def test_a_compiled_layer_with_documents_of_each_row():
+    ids = torch.arange(300) // torch.tensor([[70], [110]])
+    mask = sm.and_masks(sm.causal, sm.document(ids))
+    flex, dense = pair(1, torch.bfloat16)
+    for model in (flex, dense):
+        model.blocks[0].attention.mask_mod = sm.to_device(mask, "cuda")
+    x = torch.randn(2, 300, DIM, device="cuda").bfloat16()
+    out = torch.compile(flex, fullgraph=True)(x)
+    assert (out - dense(x.double())).abs().max() < 5e-2
+
+
 def llama(layers=4):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
