@@ -90,8 +90,8 @@ def power_attention(
         scale: Factor on the scores, not 0; None for `1/sqrt(K)`. It cancels in the division, and
             only moves the range of the numbers.
         chunk_size: Tokens of a chunk; between chunks the state is passed on. One that holds all
-            tokens gives the attention form, quadratic in `T`. None chooses by `T`; name a size
-            to export a graph whose `T` is dynamic.
+            tokens gives the attention form, quadratic in `T`. None chooses by `T`, and by whether
+            there will be a backward pass; name a size to export a graph whose `T` is dynamic.
         initial_state: What earlier tokens left: one state for each sequence. While it holds fewer
             than about eight tokens it is inexact (see `power.reference`).
         return_state: Whether the state after the last token is returned too.
@@ -134,7 +134,11 @@ def power_attention(
         if reason:
             raise ValueError(reason)
         if chunk_size is None:
-            chunk_size = kernels.choose_chunk_size(length, head_dim, v.shape[3], deg, q.dtype)
+            given = (q, k, v, log_g, *(initial_state or ()))
+            trains = torch.is_grad_enabled() and any(
+                x is not None and x.requires_grad for x in given
+            )
+            chunk_size = kernels.choose_chunk_size(length, head_dim, v.shape[3], deg, trains)
     elif chunk_size is None and length > max(_REFERENCE_CHUNK, state_size(head_dim, deg)):
         chunk_size = _REFERENCE_CHUNK
     before = [] if initial_state is None else [x.contiguous() for x in initial_state]

@@ -36,7 +36,13 @@ _FP32: dict[str, dict[str, int]] = {
 QUARTIC_ROWS = {2: 64, 4: 32}
 
 # Up to here the attention form is quicker, by head size; beyond, chunks of this many tokens are.
-_ATTENTION_UP_TO = {16: 1280, 32: 1280, 64: 4096, 128: 12_288}
+# The first of two is where there is a backward pass, the second where there is none.
+_ATTENTION_UP_TO = {
+    16: (1280, 2048),
+    32: (1280, 2048),
+    64: (4096, 5504),
+    128: (12_288, 13_824),
+}
 _CHUNK = {16: 512, 32: 512, 64: 1024, 128: 2048}
 HEAD_SIZES = tuple(_CHUNK)
 
@@ -100,10 +106,10 @@ def unsupported(
     return None
 
 
-def choose_chunk_size(T: int, K: int, V: int, deg: int, dtype: torch.dtype) -> int | None:
+def choose_chunk_size(T: int, K: int, V: int, deg: int, backward: bool) -> int | None:
     """Return the quicker chunk size for `T` tokens, or None for the attention form."""
     size = max(K, V)
-    return None if deg != 2 or _ATTENTION_UP_TO[size] >= T else _CHUNK[size]
+    return None if deg != 2 or T <= _ATTENTION_UP_TO[size][not backward] else _CHUNK[size]
 
 
 def stateful(T: int, chunk_size: int | None, with_initial: bool) -> bool:

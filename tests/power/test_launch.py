@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from power import state_size
+from power.kernels.config import choose_chunk_size
 
 launch = pytest.importorskip(
     "power.kernels.launch", reason="the kernels need Triton", exc_type=ImportError
@@ -72,3 +73,21 @@ def test_what_a_refusal_proposes_is_taken():
     assert config.unsupported(q, q, q, None, 4, None) is None
     with_state = config.unsupported(q, q, q, None, 4, None, with_state=True)
     assert 'use impl="reference"' in with_state
+
+
+@pytest.mark.parametrize(
+    ("T", "size", "backward", "chunk"),
+    [
+        (4096, 64, True, None),
+        (4097, 64, True, 1024),
+        (5504, 64, False, None),
+        (5505, 64, False, 1024),
+        (2048, 32, False, None),
+        (2048, 32, True, 512),
+        (65_536, 128, True, 2048),
+    ],
+)
+def test_the_form_is_chosen_by_length_and_by_whether_gradients_follow(T, size, backward, chunk):
+    assert choose_chunk_size(T, size, 32, 2, backward) == chunk
+    assert choose_chunk_size(T, 32, size, 2, backward) == chunk
+    assert choose_chunk_size(T, size, size, 4, backward) is None
