@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from power import state_size
-from power.kernels.config import choose_chunk_size
 
 launch = pytest.importorskip(
     "power.kernels.launch", reason="the kernels need Triton", exc_type=ImportError
@@ -88,6 +87,6 @@ def test_what_a_refusal_proposes_is_taken():
     ],
 )
 def test_the_form_is_chosen_by_length_and_by_whether_gradients_follow(T, size, backward, chunk):
-    assert choose_chunk_size(T, size, 32, 2, backward) == chunk
-    assert choose_chunk_size(T, 32, size, 2, backward) == chunk
-    assert choose_chunk_size(T, size, size, 4, backward) is None
+    assert config.choose_chunk_size(T, size, 32, 2, backward) == chunk
+    assert config.choose_chunk_size(T, 32, size, 2, backward) == chunk
+    assert config.choose_chunk_size(T, size, size, 4, backward) is None
