@@ -300,7 +300,8 @@ def for_flash(mod: F) -> F:
     then another kernel; compile with `torch._dynamo.config.specialize_float`.
 
     Args:
-        mod: a score_mod or other plain function.
+        mod: a score_mod that can do with a number where it captured a 0-d tensor: those that
+            `attention` takes there, or one of yours.
 
     Returns:
         `mod` itself if it captures no number, else a copy of the function.

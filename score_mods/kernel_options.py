@@ -32,8 +32,8 @@ _WITH_SCORE_MOD = {
     128: ((128, 32, 4, 3), (64, 128, 128, 64, 8, 3)),
 }
 
-# Parts of score_mods with which the FLASH backend is the faster one.
-_FASTER_WITH_FLASH = {"scale_invariant"}
+# Parts of score_mods that the FLASH backend was tried with.
+_TAKEN_BY_FLASH = {"alibi", "scale_invariant"}
 # Queries below which a GPU would wait for the host, which takes 0.7 ms for a call.
 _LEAST_FOR_FLASH = 4096
 
@@ -120,10 +120,18 @@ def flash_obstacle(q: Tensor, k: Tensor, score_mod: Mod | None) -> str | None:
     parts = list(within(score_mod))
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "it gives no gradient to what a score_mod captures"
-    needy = [part for part in parts if getattr(part, "needs_triton", False)]
-    if needy:
-        return f"it lacks an operation of {needy[-1].__name__}"
+    untried = [name for name in getattr(score_mod, "parts", ()) if name not in _TAKEN_BY_FLASH]
+    if untried:
+        return f"it was tried with {', '.join(sorted(_TAKEN_BY_FLASH))} alone, not {untried[0]}"
+    if any(getattr(part, "needs_triton", False) for part in parts):
+        return "it takes the fast form of scale_invariant alone, which this one has not"
     return None
+
+
+def _is_plain_scale_invariant(score_mod: Mod) -> bool:
+    """Whether it is `scale_invariant` itself, at no other positions and with nothing beside."""
+    mods = [part for part in within(score_mod) if callable(part)]
+    return len(mods) == 1 and getattr(score_mod, "parts", ()) == ("scale_invariant",)
 
 
 def prefers_flash(
@@ -138,6 +146,6 @@ def prefers_flash(
         and q.shape[3] == v.shape[3]
         and q.shape[3] in (64, 128)
         and (mask_mod is None or mask_mod is causal)
-        and {*getattr(score_mod, "parts", ())} <= _FASTER_WITH_FLASH
+        and (score_mod is None or _is_plain_scale_invariant(score_mod))
         and not torch.are_deterministic_algorithms_enabled()
     )

@@ -292,7 +292,6 @@ def scale_invariant_grid(
         a_t, m_t = _affine(ndim, t, _each(law, lambda x: at_head(x, h, dtype)))
         return a_t * score + m_t
 
-    scale_invariant_grid_mod.needs_triton = True  # type: ignore[attr-defined]
     scale_invariant_grid_mod.made_for = (math.inf, math.prod(shape), math.prod(shape))  # type: ignore[attr-defined]
     return described(
         scale_invariant_grid_mod, "scale_invariant_grid", *(x for x in law if x is not None)

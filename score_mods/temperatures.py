@@ -37,7 +37,6 @@ def _row_temperature(name: str, factor: Callable[..., Tensor], *captured: Tensor
         log = fast_log if instructions and wants_instructions(score) else torch.log
         return factor(h, n, log) * score.to(n.dtype)
 
-    row_temperature_mod.needs_triton = instructions  # type: ignore[attr-defined]
     return described(row_temperature_mod, name, *captured)
 
 

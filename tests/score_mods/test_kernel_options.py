@@ -134,8 +134,12 @@ def test_flash_says_why_not(monkeypatch):
         options(queries(dtype=torch.float32), backend="flash")
     assert options(queries(), sm.alibi(2), backend="flash") == {"BACKEND": "FLASH"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for mod in (sm.scale_invariant(sigma=0.1), sm.scale_invariant_grid((4, 4)), sm.logn()):
-        with pytest.raises(ValueError, match=f"lacks an operation of {mod.__name__}"):
+    slow = sm.scale_invariant(sigma=0.1)
+    with pytest.raises(ValueError, match="the fast form of scale_invariant alone"):
+        options(queries(), sm.with_offset(slow, 3), backend="flash")
+    for mod in (sm.scale_invariant_grid((4, 4)), sm.logn(), sm.compose(sm.softcap(9.0))):
+        name = mod.parts[0]
+        with pytest.raises(ValueError, match=f"with alibi, scale_invariant alone, not {name}"):
             options(queries(), sm.with_offset(mod, 3), backend="flash")
     fast = sm.with_offset(sm.scale_invariant(), 3)
     with pytest.raises(ValueError, match="wrong results for a score_mod with grouped queries"):
@@ -164,6 +168,8 @@ def test_flash_is_chosen_where_it_was_measured_to_be_faster(monkeypatch):
     assert not is_flash(long(dtype=torch.float32))
     assert not is_flash(mask_mod=sm.sliding_window(128))
     assert not is_flash(score_mod=sm.alibi(2))
+    assert not is_flash(score_mod=sm.exempt_keys(mod, 1))
+    assert not is_flash(score_mod=sm.with_positions(mod, torch.arange(4096), torch.arange(4096)))
     assert not is_flash(score_mod=sm.compose(sm.alibi(2), mod, check_order=False))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not is_flash()
