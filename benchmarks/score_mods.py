@@ -32,6 +32,7 @@ from tqdm import tqdm
 import score_mods as sm
 from benchmarks.machine import machine
 from score_mods.kernel_options import flash_is_installed
+from score_mods.modules import Learnable
 
 HEADS = 16
 BASELINE = "plain"
@@ -58,7 +59,7 @@ def as_written(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tenso
 
 def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, str]]:
     """Name to score_mod, and its kernel options: "own" of FlexAttention, "ours" or "FLASH"."""
-    tau = torch.full((HEADS,), 10.0, device="cuda", requires_grad=True)
+    learned = Learnable(sm.scale_invariant, tau=torch.full((HEADS,), 10.0)).to("cuda")
     log_g = torch.full((4, HEADS, 4096), -0.01, device="cuda", requires_grad=True)
     units = [(32,), (32,), (HEADS, 32), (HEADS,)]
     network = [torch.full(shape, 0.1, device="cuda") for shape in units]
@@ -74,7 +75,7 @@ def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, str]]:
         "as written": (as_written, "own"),
         "as written, our options": (as_written, "ours"),
         **(flash if flash_is_installed() else {}),
-        "scale_invariant, learnable tau": (sm.scale_invariant(tau), "ours"),
+        "scale_invariant, learnable tau": (learned(spread=True), "ours"),
         "scale_invariant_grid": (sm.scale_invariant_grid((64, 64)), "ours"),
         "alibi": (sm.alibi(HEADS), "ours"),
         "logn": (sm.logn(), "ours"),
