@@ -120,8 +120,9 @@ def _attend(
     B, H, T_q, D = q.shape
     groups, T = H // k.shape[1], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keys = k.to(dtype).repeat_interleave(groups, 1)
-    values = v.to(dtype).repeat_interleave(groups, 1)
+    # Not by repeat_interleave, with which torch 2.11 exports no graph of any length.
+    shared = torch.arange(H, device=q.device) // groups
+    keys, values = (x.to(dtype).index_select(1, shared) for x in (k, v))
     score = (q.to(dtype) @ keys.mT) * (D**-0.5 if scale is None else scale)
 
     index = (
