@@ -5,7 +5,7 @@ a factory has the plain name of the mechanism and returns the function. `catalog
 mechanisms.
 """
 
-from score_mods._captured import for_flash, to_device
+from score_mods._captured import to_device
 from score_mods.attention import attention
 from score_mods.bias_tables import (
     distance_table,
@@ -29,7 +29,7 @@ from score_mods.fire import (
 from score_mods.forgetting_gate import (
     forgetting_gate,
 )
-from score_mods.kernel_options import kernel_options
+from score_mods.kernel_options import for_flash, kernel_options
 from score_mods.layers import (
     command_a_layers,
     gemma2_layers,

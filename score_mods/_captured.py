@@ -230,17 +230,17 @@ def _tensor_on(value: Tensor, device: torch.device) -> Tensor:
     return copy
 
 
-def _rebuilt(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """`value` with every tensor in it changed: `value` itself if all stay the same objects."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        items = [_rebuilt(item, change) for item in value]
+        items = [rebuilt(item, change) for item in value]
         return type(value)(items) if _differ(items, value) else value
     if not isinstance(value, types.FunctionType):
         return value
     contents = [cell.cell_contents for cell in value.__closure__ or ()]
-    changed = [_rebuilt(content, change) for content in contents]
+    changed = [rebuilt(content, change) for content in contents]
     if not _differ(changed, contents):
         return value
     copy = types.FunctionType(
@@ -288,29 +288,4 @@ def to_device(mod: F, device: torch.device | str) -> F:
         raise TypeError(f"mod must be a plain function, got {type(mod).__name__}")
     # "cuda" names the current GPU, whose tensors say "cuda:0".
     device = torch.empty(0, device=device).device
-    return cast(F, _rebuilt(mod, lambda value: _tensor_on(value, device)))
-
-
-def for_flash(mod: F) -> F:
-    """The same score_mod with every number that it captures written into its kernel.
-
-    FlexAttention's FLASH backend takes no captured 0-d tensor. `attention(..., backend="flash")`
-    does this by itself; call it when you hand a mod to `flex_attention` with
-    `kernel_options={"BACKEND": "FLASH"}`, and before you compile a model. Other numbers are
-    then another kernel; compile with `torch._dynamo.config.specialize_float`.
-
-    Args:
-        mod: a score_mod that can do with a number where it captured a 0-d tensor: those that
-            `attention` takes there, or one of yours.
-
-    Returns:
-        `mod` itself if it captures no number, else a copy of the function.
-
-    Raises:
-        TypeError: if `mod` is no plain function.
-    """
-    if torch.compiler.is_compiling():
-        return mod
-    if not isinstance(mod, types.FunctionType):
-        raise TypeError(f"mod must be a plain function, got {type(mod).__name__}")
-    return cast(F, _rebuilt(mod, lambda value: value if value.ndim else value.item()))
+    return cast(F, rebuilt(mod, lambda value: _tensor_on(value, device)))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from score_mods._captured import Mod, for_flash, to_device, within
+from score_mods._captured import Mod, to_device, within
 from score_mods.dense import check, dense_attention
-from score_mods.kernel_options import flash_obstacle, kernel_options, prefers_flash
+from score_mods.kernel_options import flash_obstacle, for_flash, kernel_options, prefers_flash
 from score_mods.masks import causal, create_block_mask
 
 # Torch counts the graphs of one function over all the score_mods and lengths of a process, and
@@ -31,12 +31,13 @@ def _kernel_options(
     score_mod: Mod | None,
     mask_mod: Mod | BlockMask | None,
     backend: str,
+    return_lse: bool = False,
 ) -> dict[str, Any] | None:
     """What to tell FlexAttention about its kernel."""
-    if backend == "auto" and prefers_flash(q, k, v, score_mod, mask_mod):
+    if backend == "auto" and prefers_flash(q, k, v, score_mod, mask_mod, return_lse):
         return {"BACKEND": "FLASH"}
     if backend == "flash":
-        obstacle = flash_obstacle(q, k, score_mod)
+        obstacle = flash_obstacle(q, k, v, score_mod, mask_mod, return_lse)
         if obstacle is not None:
             raise ValueError(f'backend="flash" cannot be used: {obstacle}; use backend="triton"')
         return {"BACKEND": "FLASH"}
@@ -55,11 +56,13 @@ def _kernel_options(
 
 
 def check_impl(impl: str, backend: str = "auto") -> None:
-    """Raise ValueError if `attention` has no such implementation."""
+    """Raise ValueError if `attention` has no such implementation, or the dense form a backend."""
     if impl not in ("flex", "dense"):
         raise ValueError(f'impl must be "flex" or "dense", got {impl!r}')
     if backend not in ("auto", "triton", "flash"):
         raise ValueError(f'backend must be "auto", "triton" or "flash", got {backend!r}')
+    if impl == "dense" and backend != "auto":
+        raise ValueError(f'backend must be "auto" with impl="dense", got {backend!r}')
 
 
 def attention(
@@ -94,11 +97,12 @@ def attention(
         impl: "flex", or "dense" for `dense_attention`: any dtype, differentiable on a CPU, T²
             memory.
         backend: FlexAttention's kernels: "triton", "flash" (flash-attn-4), or "auto", which is
-            "flash" where that was measured to be faster and gives what is asked for: Hopper GPUs,
-            bfloat16 and float16, head sizes 64 and 128, 4096 queries and more, no mask or
-            `causal`, no score_mod or `scale_invariant` (with as many heads of keys as of
-            queries), no `return_lse`, no deterministic algorithms, outside a model that is being
-            compiled.
+            "flash" where that was measured to be faster: on a Hopper GPU for 4096 queries and
+            more, no mask or `causal`, and no score_mod or `scale_invariant` (at head size 64 only
+            if q, k or v needs a gradient). "flash" takes bfloat16 and float16, head sizes 64 and
+            128, masks that capture no tensor, and the score_mods of `for_flash` with as many heads
+            of keys as of queries; no `return_lse`, no deterministic algorithms, no model that is
+            being compiled.
 
     Returns:
         `(B, H, T_q, D_v)`, with `return_lse` also the natural log of each row's sum, `(B, H,
@@ -107,8 +111,8 @@ def attention(
     Raises:
         TypeError: if an argument has the wrong type, or a mod the wrong number of arguments.
         ValueError: if shapes, dtypes, devices or lengths do not fit, or if FlexAttention cannot do
-            this: gradients or lse on a CPU, float64, or head sizes below 16 on a GPU. The message
-            names the way that works.
+            this: gradients or lse on a CPU, float64, head sizes below 16 on a GPU, or what
+            `backend="flash"` does not take. The message names the way that works.
 
     >>> import score_mods
     >>> q = k = v = torch.randn(1, 2, 8, 16)
@@ -141,9 +145,7 @@ def attention(
             f'got {q.shape[3]} and {v.shape[3]}; use impl="dense"'
         )
 
-    if backend == "auto" and return_lse:
-        backend = "triton"
-    kernel = _kernel_options(q, k, v, score_mod, mask_mod, backend)
+    kernel = _kernel_options(q, k, v, score_mod, mask_mod, backend, return_lse)
     flash = kernel is not None and "BACKEND" in kernel
     compiling = torch.compiler.is_compiling()
     if score_mod is not None and not compiling:

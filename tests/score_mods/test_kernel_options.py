@@ -19,13 +19,25 @@ def hopper(monkeypatch):
     monkeypatch.setattr(module, "_is_hopper", lambda device: True)
 
 
-def queries(T=256, D=64, dtype=torch.bfloat16, H=2):
+def queries(T=256, D=64, dtype=torch.bfloat16, H=2, requires_grad=True):
     """What the choice looks at of queries on a GPU."""
-    return SimpleNamespace(device=torch.device("cuda"), shape=(1, H, T, D), dtype=dtype)
+    return SimpleNamespace(
+        device=torch.device("cuda"), shape=(1, H, T, D), dtype=dtype, requires_grad=requires_grad
+    )
 
 
-def options(q, score_mod=None, mask_mod=sm.causal, backend="auto", kv=None):
-    return caller._kernel_options(q, kv or q, q, score_mod, mask_mod, backend)
+def options(q, score_mod=None, mask_mod=sm.causal, backend="auto", k=None, v=None, lse=False):
+    return caller._kernel_options(q, k or q, v or q, score_mod, mask_mod, backend, lse)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """FLASH is there, and scale_invariant has its fast form."""
+    monkeypatch.setattr(module, "flash_is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+FLASH = {"BACKEND": "FLASH"}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -116,42 +128,121 @@ def test_blocks_that_are_not_would_be_seen():
 def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="head_dim must be an int, got float"):
         sm.kernel_options(64.0, torch.bfloat16)
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+        sm.kernel_options(0, torch.bfloat16)
     with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, got str"):
         sm.kernel_options(64, "bfloat16")
     q = torch.randn(1, 1, 8, 16)
     with pytest.raises(ValueError, match="or \"flash\", got 'cute'"):
         sm.attention(q, q, q, backend="cute")
+    with pytest.raises(ValueError, match='must be "auto" with impl="dense", got \'flash\''):
+        sm.attention(q, q, q, impl="dense", backend="flash")
 
 
+def refusal(mod=None, q=None, mask_mod=sm.causal, **more):
+    with pytest.raises(ValueError, match=r'^backend="flash" cannot be used: ') as refused:
+        options(q or queries(), mod, mask_mod, backend="flash", **more)
+    return str(refused.value)
+
+
+def doubled(score, b, h, q_idx, kv_idx):
+    return 2 * score
+
+
+def calling(mod):
+    """A function of the user's that calls another score_mod."""
+
+    def mine(score, b, h, q_idx, kv_idx):
+        return mod(score, b, h, q_idx, kv_idx) + 1
+
+    return mine
+
+
+def at_places(mod):
+    return sm.with_positions(mod, torch.arange(256))
+
+
+def test_flash_says_that_it_is_not_there():
+    assert refusal().endswith(
+        'flash-attn-4 cannot be imported (flash_attn.cute); use backend="triton"'
+    )
+
+
+@pytest.mark.usefixtures("flash")
+def test_flash_says_what_it_takes():
+    for mod in (None, sm.alibi(2), sm.scale_invariant(), sm.with_offset(sm.scale_invariant(), 3)):
+        assert options(queries(), mod, backend="flash") == FLASH
+    for mod in (doubled, sm.with_offset(doubled, 3), sm.compose(doubled, sm.alibi(2))):
+        assert options(queries(), mod, backend="flash") == FLASH
+    for mask in (None, sm.prefix_lm(9), sm.create_block_mask(sm.causal, None, None, 256, 256)):
+        assert options(queries(), mask_mod=mask, backend="flash") == FLASH
+    assert options(queries(), k=queries(H=1), backend="flash") == FLASH
+
+
+@pytest.mark.usefixtures("flash")
 def test_flash_says_why_not(monkeypatch):
-    learnable = sm.scale_invariant(torch.tensor([1.0, 2.0], requires_grad=True))
-    with pytest.raises(ValueError, match=r'flash-attn-4 cannot be imported.*backend="triton"'):
-        options(queries(), backend="flash")
-    monkeypatch.setattr(module, "flash_is_installed", lambda: True)
-    with pytest.raises(ValueError, match="gives no gradient to what a score_mod captures"):
-        options(queries(), sm.with_offset(learnable, 3), backend="flash")
-    with pytest.raises(ValueError, match=r"takes bfloat16 and float16 .* torch.float32 on cuda"):
-        options(queries(dtype=torch.float32), backend="flash")
-    assert options(queries(), sm.alibi(2), backend="flash") == {"BACKEND": "FLASH"}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    slow = sm.scale_invariant(sigma=0.1)
-    with pytest.raises(ValueError, match="the fast form of scale_invariant alone"):
-        options(queries(), sm.with_offset(slow, 3), backend="flash")
-    for mod in (sm.scale_invariant_grid((4, 4)), sm.logn(), sm.compose(sm.softcap(9.0))):
-        name = mod.parts[0]
-        with pytest.raises(ValueError, match=f"with alibi, scale_invariant alone, not {name}"):
-            options(queries(), sm.with_offset(mod, 3), backend="flash")
-    fast = sm.with_offset(sm.scale_invariant(), 3)
-    with pytest.raises(ValueError, match="wrong results for a score_mod with grouped queries"):
-        options(queries(), fast, backend="flash", kv=queries(H=1))
-    assert options(queries(), backend="flash", kv=queries(H=1)) == {"BACKEND": "FLASH"}
-    assert options(queries(), fast, backend="flash") == {"BACKEND": "FLASH"}
+    float32 = queries(dtype=torch.float32)
+    assert "bfloat16 and float16 on a GPU, got torch.float32 on cuda" in refusal(q=float32)
+    assert "head sizes of 64 and 128, the same for q and v, got 96 and 96" in refusal(
+        q=queries(D=96)
+    )
+    assert "got 64 and 128" in refusal(v=queries(D=128))
+    assert "without return_lse" in refusal(lse=True)
+    grouped = refusal(sm.alibi(2), k=queries(H=1))
+    assert "wrong results for a score_mod with grouped queries" in grouped
+    for mask in (sm.sliding_window(9), sm.and_masks(sm.causal, sm.document(torch.arange(256)))):
+        assert "no mask that captures tensors" in refusal(mask_mod=mask)
+        block_mask = sm.create_block_mask(mask, None, None, 256, 256)
+        assert "no mask that captures tensors" in refusal(mask_mod=block_mask)
+    small = sm.create_block_mask(sm.causal, None, None, 256, 256, BLOCK_SIZE=64)
+    assert "blocks of 128, got a BlockMask of (64, 64)" in refusal(mask_mod=small)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "deterministic algorithms" in refusal()
+
+
+LEARNABLE = torch.tensor([1.0, 2.0], requires_grad=True)
+NOT_FOR_FLASH = {
+    "learnable": (lambda: sm.scale_invariant(LEARNABLE), "gives no gradient to what"),
+    "exact form": (
+        lambda: sm.scale_invariant(sigma=0.1),
+        "the fast form of scale_invariant alone",
+    ),
+    "positions": (lambda: at_places(sm.alibi(2)), "without tables of positions"),
+    "exempt": (lambda: sm.exempt_keys(sm.alibi(2), 1), "not exempt_keys"),
+    "composed": (lambda: sm.compose(sm.logn(), sm.alibi(2)), "not logn"),
+}
+for _mechanism in sm.catalogue:
+    if _mechanism.stage and _mechanism.name not in ("alibi", "scale_invariant"):
+        NOT_FOR_FLASH[_mechanism.name] = (
+            lambda text=_mechanism.example: eval(text, {**vars(sm), "torch": torch, "T": 64}),
+            f"tried with alibi, scale_invariant alone, not {_mechanism.name}",
+        )
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("name", NOT_FOR_FLASH)
+def test_every_other_score_mod_is_refused_however_it_is_wrapped(name):
+    make, why = NOT_FOR_FLASH[name]
+    mod = make()
+    for wrapped in (mod, sm.with_offset(mod, 3), sm.compose(mod), calling(mod)):
+        assert why in refusal(wrapped)
+        with pytest.raises(ValueError, match=f"mod must be a score_mod for the FLASH .*{why}"):
+            sm.for_flash(wrapped)
+
+
+def test_flash_in_a_compiled_model_is_refused():
+    def model(x):
+        return sm.attention(x, x, x, doubled, backend="flash")
+
+    x = torch.randn(1, 1, 8, 16)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="being compiled, call flex_attention"):
+        torch.compile(model, fullgraph=True, backend="eager")(x)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_flash_is_chosen_where_it_was_measured_to_be_faster(monkeypatch):
-    def is_flash(q=None, score_mod=None, mask_mod=sm.causal):
-        return options(q or long(), score_mod, mask_mod) == {"BACKEND": "FLASH"}
+    def is_flash(q=None, score_mod=None, mask_mod=sm.causal, **more):
+        return options(q or long(), score_mod, mask_mod, **more) == FLASH
 
     def long(**shape):
         return queries(T=4096, **shape)
@@ -163,6 +254,13 @@ def test_flash_is_chosen_where_it_was_measured_to_be_faster(monkeypatch):
     assert is_flash()
     assert is_flash(score_mod=mod)
     assert is_flash(long(D=128), mask_mod=None)
+    assert is_flash(long(requires_grad=False))
+    assert is_flash(long(D=128, requires_grad=False), mod)
+    assert not is_flash(long(requires_grad=False), mod)  # the forward pass alone is slower
+    assert is_flash(long(requires_grad=False), mod, v=long())
+    with torch.no_grad():
+        assert not is_flash(score_mod=mod)
+    assert not is_flash(lse=True)
     assert not is_flash(queries(T=4095))
     assert not is_flash(long(D=32))
     assert not is_flash(long(dtype=torch.float32))
@@ -204,9 +302,11 @@ def test_numbers_written_into_the_kernel_are_the_same_numbers(make, monkeypatch)
     torch.testing.assert_close(sm.dense_attention(q, k, v, written, sm.causal), want)
 
 
-def test_only_functions_can_be_written_into_a_kernel():
-    with pytest.raises(TypeError, match="mod must be a plain function, got int"):
+def test_only_score_mods_can_be_written_into_a_kernel():
+    with pytest.raises(TypeError, match=r"mod must be a score_mod .*, got int"):
         sm.for_flash(3)
+    with pytest.raises(TypeError, match=r"mod must be a score_mod .*, got a mask_mod"):
+        sm.for_flash(sm.causal)
 
 
 def test_the_choice_can_be_made_while_a_model_is_being_compiled():
