@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attn_gym.mods import generate_tanh_softcap
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
@@ -82,8 +81,8 @@ def score_mods() -> dict[str, tuple[Callable[..., Tensor] | None, str]]:
         "ssmax": (sm.ssmax(0.43), "ours"),
         "forgetting_gate, learnable": (sm.forgetting_gate(log_g), "ours"),
         "fire, 32 units": (sm.fire(*network), "ours"),
-        "softcap": (generate_tanh_softcap(30), "ours"),
-        "softcap, approx": (generate_tanh_softcap(30, approx=True), "ours"),
+        "softcap": (sm.softcap(30.0), "ours"),
+        "softcap, approx": (sm.softcap(30.0, approx=True), "ours"),
     }
 
 
@@ -386,13 +385,21 @@ def tables(found: dict[Case, Any], compiling: dict[tuple[str, int], float]) -> s
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks score_mods", description=__doc__)
-    parser.add_argument("--only", metavar="REGEX", default="", help="time these mechanisms alone")
+    parser.add_argument(
+        "--only", metavar="REGEX", default="", help="time these mechanisms and plain alone"
+    )
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
+    if options.processes < 1:
+        parser.error(f"--processes must be at least 1, got {options.processes}")
+    try:
+        only = re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only must be a regular expression, got {options.only!r}: {error}")
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a CUDA device\n")
     print(f"{', '.join(f'{name} {value}' for name, value in machine('cuda').items())}; bf16.")
     compiling = {} if options.only else compile_times()
-    chosen = [case for case in cases() if re.search(options.only, case.name)]
+    chosen = [case for case in cases() if case.name == BASELINE or only.search(case.name)]
     found = run(chosen, options.processes)
     print(tables(found, compiling))

@@ -17,6 +17,36 @@ def test_says_that_it_needs_a_gpu(benchmark, capsys):
     assert capsys.readouterr().err == "this benchmark needs a CUDA device\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--processes", "0"], "--processes must be at least 1, got 0"),
+        (["--only", "("], "--only must be a regular expression, got '('"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, why, capsys):
+    with pytest.raises(SystemExit):
+        score_mods.main(arguments)
+    assert why in capsys.readouterr().err
+
+
+def test_a_mechanism_is_timed_beside_plain(monkeypatch, capsys):
+    """A ratio needs the plain time at the same shape, whatever is asked for."""
+
+    def run(cases, processes):
+        return {case: (2.0 if case.name == "plain" else 3.0, 4.0, 0.0) for case in cases}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(score_mods, "machine", lambda device: {})
+    monkeypatch.setattr(score_mods, "score_mods", lambda: dict.fromkeys(["plain", "alibi"]))
+    monkeypatch.setattr(score_mods, "run", run)
+    score_mods.main(["--only", "^alibi$"])
+    out = capsys.readouterr().out
+    assert "| alibi | 3.000 (1.50) | 4.000 (1.00) | 7.000 (1.17) | 0 |" in out
+    assert "failed" not in out
+    assert "rerope" not in out
+
+
 def test_a_wrong_output_is_not_timed():
     args = [torch.randn(1, 2, 64, 16) for _ in range(3)]
     log_g = -torch.rand(1, 2, 64)
