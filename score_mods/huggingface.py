@@ -186,6 +186,8 @@ def register(
         }
         late = getattr(module, "late_rotary", None)
         if isinstance(late, TwoBranch):
+            if backend == "flash":
+                raise ValueError('backend="flash" has no two-branch attention; use "auto"')
             further = attention_mask.mask_mod
             if at.plain and query.shape[2] == key.shape[2]:
                 further = None  # causal is the default, whose masks have their blocks kept

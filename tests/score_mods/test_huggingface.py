@@ -455,6 +455,14 @@ def test_patch_rotary_names_what_is_wrong():
         patch_rotary(gpt2, sm.rope(8))
 
 
+def test_two_branches_do_not_pass_over_the_backend():
+    register("by_flash", None, backend="flash")
+    model = llama()
+    patch_rotary(model, sm.self_extend(sm.rope(16), 6, 4))
+    with pytest.raises(ValueError, match='"flash" has no two-branch attention; use "auto"'):
+        logits(model, "by_flash", sample(1, 9))
+
+
 def test_patched_models_are_freed():
     model = llama()
     patch_rotary(model, sm.self_extend(sm.rope(16), 6, 4))
