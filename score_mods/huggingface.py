@@ -106,7 +106,8 @@ def register(
 
     Raises:
         TypeError: if `name` is no string, `score_mod` none of the three or `mask_mod` no mask_mod.
-        ValueError: if `name` is one of transformers' own, or `impl` or `backend` unknown.
+        ValueError: if `name` is one of transformers' own or contains "flash", by which it knows
+            some of them, or `impl` or `backend` is unknown.
         ImportError: if transformers is missing.
 
     The model raises a ValueError that says so in one line if its attention is not causal, has
@@ -118,6 +119,8 @@ def register(
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     if name not in _registered and name in ("eager", *transformers.AttentionInterface()):
         raise ValueError(f"name must not be one of transformers' own, got {name!r}")
+    if "flash" in name:
+        raise ValueError(f"name must not contain 'flash', transformers' mark, got {name!r}")
     check_impl(impl, backend)
     if mask_mod is not None:
         check_mask_mod(mask_mod)

@@ -456,11 +456,13 @@ def test_patch_rotary_names_what_is_wrong():
 
 
 def test_two_branches_do_not_pass_over_the_backend():
-    register("by_flash", None, backend="flash")
+    register("by_kernel", None, backend="flash")
     model = llama()
     patch_rotary(model, sm.self_extend(sm.rope(16), 6, 4))
+    with pytest.raises(ValueError, match=r"must not contain 'flash'.*got 'by_flash'"):
+        register("by_flash", None)
     with pytest.raises(ValueError, match='"flash" has no two-branch attention; use "auto"'):
-        logits(model, "by_flash", sample(1, 9))
+        logits(model, "by_kernel", sample(1, 9))
 
 
 def test_patched_models_are_freed():
