@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @torch.library.custom_op("score_mods::kept", mutates_args=())
 def _kept(x: Tensor) -> Tensor:
-    return x.contiguous().clone()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @_kept.register_fake

@@ -36,7 +36,8 @@ _FP32: dict[str, dict[str, int]] = {
 QUARTIC_ROWS = {2: 64, 4: 32}
 
 # Up to here the attention form is quicker, by head size; beyond, chunks of this many tokens are.
-# The first of two is where there is a backward pass, the second where there is none.
+# The first of two is where there is a backward pass, the second where there is none; both lie
+# between lengths that were timed (benchmarks/RESULTS.md), and those of 16 are those of 32.
 _ATTENTION_UP_TO = {
     16: (1280, 2048),
     32: (1280, 2048),

@@ -142,3 +142,20 @@ def test_too_long_a_row_is_an_error_in_a_compiled_function():
     update(k, v)
     with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
         update(k, v)
+
+
+@pytest.mark.parametrize(("sliding", "tokens", "kept"), [(False, 1, 2), (True, 3, 2)])
+def test_a_compiler_keeps_positions_out_of_the_attention_kernel(sliding, tokens, kept):
+    """They come from tensors of the cache, which may have counted on when the kernel reads."""
+    operators = []
+
+    def backend(graph, _):
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    cache = KVCache(1, 1, 8, 4, sliding=sliding)
+    k = torch.randn(1, 1, tokens, 4)
+    compiled = torch.compile(lambda k: cache.update(k, k)[2], fullgraph=True, backend=backend)
+    positions = compiled(k)
+    assert sorted(positions[positions >= 0].tolist()) == list(range(tokens))
+    assert sum("score_mods.kept" in name for name in operators) == kept

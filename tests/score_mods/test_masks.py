@@ -361,18 +361,29 @@ def test_bad_arguments_are_named(make, error, message):
         make()
 
 
-def test_blocks_made_in_a_compiled_model_are_contiguous():
-    """FlexAttention's kernels step through a batch by the stride of a head axis of 1."""
-    torch.compiler.reset()
-    ids = torch.arange(300) // torch.tensor([[70], [110]])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_blocks_made_in_a_compiled_model_keep_their_strides(batch):
+    """FlexAttention's kernels step through a batch by the stride of a head axis of 1.
+
+    Inductor's code for a GPU would choose that stride. What its operator `kept` gives it leaves
+    alone, and that is contiguous; for one row the stride is not used.
+    """
+    ids = torch.arange(300) // torch.tensor([[70], [110]])[:batch]
+    operators = []
+
+    def backend(graph, _):
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
 
     def made(ids):
         mask = sm.and_masks(sm.causal, sm.document(ids))
-        m = sm.create_block_mask(mask, 2, None, 300, 300)
+        m = sm.create_block_mask(mask, batch, None, 300, 300)
         return m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices
 
-    for got, want in zip(torch.compile(made, fullgraph=True)(ids), made(ids), strict=True):
+    compiled = torch.compile(made, fullgraph=True, backend=backend)
+    for got, want in zip(compiled(ids), made(ids), strict=True):
         assert torch.equal(got, want)
-        assert got.shape[1] == 1
-        assert got.stride()[:2] == (got[0].numel(), got[0].numel())
-    torch.compiler.reset()
+        assert got.is_contiguous()
+    assert sum("score_mods.kept" in name for name in operators) == (4 if batch > 1 else 0)
+    transposed = torch.arange(6).view(2, 3).mT
+    assert torch.ops.score_mods.kept(transposed).is_contiguous()
