@@ -37,8 +37,8 @@ class Size:
     """
 
     vocabulary: int
-    width: int = 384
-    layers: int = 8
+    width: int = 256
+    layers: int = 6
     head_dim: int = 64
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@
 The first makes a row, or several, of Tables 1 and 2 of arXiv 2505.17083, and writes
 OUT/METHOD-SEED.json; a row that was stopped goes on where it was, and one that is there is not
 made again. The second prints the table of the rows in a folder, and draws them. By default a row
-is 105 million tokens and 3e16 FLOPs.
+is 105 million tokens and 1.5e16 FLOPs.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def test_cached_decoding_equals_the_full_pass(loaded, name):
             patch_rotary(each, rope)
     cached, whole = rms(steps - exact), rms(full - exact)
     print(f"\n{name}: error of bf16 logits {cached:.4f} with a cache, {whole:.4f} in one pass")
-    assert cached <= 1.5 * whole
+    # One token's products are summed in another order than those of many.
+    assert cached <= 2 * whole
 
 
 @pytest.mark.parametrize("name", ["scale_invariant", "logn"])
