@@ -143,7 +143,13 @@ def function_of(case: Case, compiled: Callable[..., Any]) -> Callable[..., Tenso
         mod = sm.to_device(sm.with_offset(mod, case.T - 1) if case.decode else mod, "cuda")
     if case.decode:
         return partial(compiled, score_mod=mod)
-    ours = sm.kernel_options(case.D, torch.bfloat16, score_mod=bool(mod), contiguous=True)
+    ours = sm.kernel_options(
+        case.D,
+        torch.bfloat16,
+        score_mod=bool(mod),
+        learns=getattr(mod, "learns", False),
+        contiguous=True,
+    )
     return partial(
         compiled,
         score_mod=mod,

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
@@ -249,12 +250,14 @@ def token_file(
         recipe["source"] = path.resolve().name
     place = [] if source == "installed" else [str(path.resolve()), _changed(path)]
     kept = Path(folder, digest([recipe, place]))
-    if not (kept / "index.json").is_file():
-        partial = kept.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(source, tokenizer, partial, most)
-        partial.rename(kept)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(kept.with_suffix(".lock")):  # rows that are made side by side build it once
+        if not (kept / "index.json").is_file():
+            partial = kept.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _write(source, tokenizer, partial, most)
+            partial.rename(kept)
     index = json.loads((kept / "index.json").read_text(encoding="utf-8"))
     recipe["sha256"] = index["sha256"]
     tokens = np.memmap(kept / "tokens.bin", dtype=index["dtype"], mode="r")

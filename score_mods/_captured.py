@@ -101,7 +101,7 @@ def at_head(value: Any, h: Tensor, dtype: torch.dtype) -> Any:
 
 
 def described(mod: F, name: str, *captured: Any) -> F:
-    """Give `mod` its name, its parts, and the head count of what it captures.
+    """Give `mod` its name, its parts, the head count of what it captures, and whether it learns.
 
     What it captures are tensors, or mods, whose parts it then has, and whose reach unless it says
     `made_for` itself; a mod of tensors alone is its own one part.
@@ -131,6 +131,10 @@ def described(mod: F, name: str, *captured: Any) -> F:
     mod.__name__ = name
     mod.num_heads = heads.pop() if heads else None  # type: ignore[attr-defined]
     mod.parts = sum(parts, ()) if parts else (name,)  # type: ignore[attr-defined]
+    mod.learns = any(  # type: ignore[attr-defined]
+        item.requires_grad if isinstance(item, Tensor) else getattr(item, "learns", False)
+        for item in captured
+    )
     return mod
 
 

@@ -50,9 +50,22 @@ def _kernel_options(
         q.shape[3],
         q.dtype,
         score_mod=score_mod is not None,
+        learns=_learns(score_mod),
         contiguous=mask_mod is None or mask_mod is causal,
         device=q.device,
     )
+
+
+def _learns(score_mod: Mod | None) -> bool:
+    """Whether FlexAttention's backward is to give a gradient to something the score_mod captures.
+
+    In a model that is being compiled, only the library's own mods say so.
+    """
+    if score_mod is None or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return getattr(score_mod, "learns", False)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in within(score_mod))
 
 
 def check_impl(impl: str, backend: str = "auto") -> None:

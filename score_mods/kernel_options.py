@@ -33,6 +33,9 @@ _WITH_SCORE_MOD = {
     64: ((64, 32, 4, 3), (32, 64, 64, 32, 4, 3)),
     128: ((128, 32, 4, 3), (64, 128, 128, 64, 8, 3)),
 }
+# Where the backward pass also adds to what the score_mod captures, which takes shared memory: at
+# head size 128 a third stage would need 2 KiB more than there is.
+_LEARNS = {128: (64, 128, 128, 64, 8, 2)}
 
 # What the FLASH backend was tried with: parts of score_mods, and head sizes.
 _TAKEN_BY_FLASH = {"alibi", "scale_invariant"}
@@ -46,6 +49,7 @@ def kernel_options(
     dtype: torch.dtype,
     *,
     score_mod: bool = True,
+    learns: bool = False,
     contiguous: bool = False,
     device: torch.device | str = "cuda",
 ) -> dict[str, Any]:
@@ -58,6 +62,7 @@ def kernel_options(
         head_dim: head size D (of queries and keys), at least 1.
         dtype: dtype of the queries.
         score_mod: whether there is one.
+        learns: whether it captures a tensor that requires a gradient.
         contiguous: whether in each row of the BlockMask, and in each column, the partial blocks
             follow one another and so do the full ones, as those of `causal` do. It lets the
             compiler share distances between the rows of a tile (`score_mods.fast`). Wrong results
@@ -85,6 +90,8 @@ def kernel_options(
     if not fitting or dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(device):
         return options
     forward, backward = tiles[fitting[0]]
+    if score_mod and learns:
+        backward = _LEARNS.get(fitting[0], backward)
     options |= {f"fwd_{name}": value for name, value in zip(_FORWARD, forward, strict=True)}
     options |= {f"bwd_{name}": value for name, value in zip(_BACKWARD, backward, strict=True)}
     return options

@@ -110,7 +110,8 @@ def unsupported(
 def choose_chunk_size(T: int, K: int, V: int, deg: int, backward: bool) -> int | None:
     """Return the quicker chunk size for `T` tokens, or None for the attention form."""
     size = max(K, V)
-    return None if deg != 2 or _ATTENTION_UP_TO[size][not backward] >= T else _CHUNK[size]
+    up_to = _ATTENTION_UP_TO[size][0 if backward else 1]
+    return None if deg != 2 or up_to >= T else _CHUNK[size]
 
 
 def stateful(T: int, chunk_size: int | None, with_initial: bool) -> bool:

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -150,6 +152,21 @@ def test_what_was_cut_short_is_built_anew(folder, tmp_path, monkeypatch):
         build(folder, tmp_path)
     monkeypatch.undo()
     assert len(build(folder, tmp_path).documents) == 61
+
+
+def test_rows_side_by_side_build_it_once(folder, tmp_path, monkeypatch):
+    write, begun = tokens._write, []
+
+    def slow(*args):
+        begun.append(args)
+        time.sleep(0.5)  # in which the other one would begin, too
+        write(*args)
+
+    monkeypatch.setattr(tokens, "_write", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(build, folder, tmp_path) for _ in range(2))
+    assert len(begun) == 1
+    assert np.array_equal(first.result().tokens, second.result().tokens)
 
 
 def test_most_stops_early(folder, tmp_path):

@@ -90,3 +90,13 @@ def test_the_form_is_chosen_by_length_and_by_whether_gradients_follow(T, size, b
     assert config.choose_chunk_size(T, size, 32, 2, backward) == chunk
     assert config.choose_chunk_size(T, 32, size, 2, backward) == chunk
     assert config.choose_chunk_size(T, size, size, 4, backward) is None
+
+
+@pytest.mark.parametrize(("learns", "chunk"), [(False, None), (True, 1024)])
+def test_the_form_is_chosen_inside_a_compiled_model(learns, chunk):
+    def choice(x):
+        trains = torch.is_grad_enabled() and x.requires_grad
+        return x, config.choose_chunk_size(x.shape[0], 64, 64, 2, trains)
+
+    compiled = torch.compile(choice, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(5000, requires_grad=learns))[1] == chunk

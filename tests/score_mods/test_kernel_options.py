@@ -62,6 +62,22 @@ def test_a_score_mod_gets_its_own_tiles():
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("compiling", [False, True])
+def test_what_is_learned_leaves_room_for_its_gradient(compiling, monkeypatch):
+    """At head size 128, where a third stage would be 2 KiB too large."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    tau = torch.full((2,), 10.0)
+    shifts = [torch.tensor(i) for i in (3, 0)]
+    for head_dim, stages in ((64, 3), (128, 2)):
+        for learns in (False, True):
+            mod = sm.with_offset(sm.scale_invariant(tau.clone().requires_grad_(learns)), *shifts)
+            found = options(queries(D=head_dim), mod)["bwd_num_stages"]
+            assert found == (stages if learns else 3)
+            with torch.no_grad():
+                assert options(queries(D=head_dim), mod)["bwd_num_stages"] == 3
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(129, torch.bfloat16), (256, torch.float16), (64, torch.float32)]
 )
