@@ -103,6 +103,7 @@ from score_mods.two_branch import (
     lm_infinite,
     rerope,
     self_extend,
+    self_extend_group,
     streaming_llm,
 )
 
@@ -181,6 +182,7 @@ __all__ = [
     "scale_invariant_grid",
     "scale_queries",
     "self_extend",
+    "self_extend_group",
     "sliding_window",
     "softcap",
     "softmax_off_by_one",

@@ -294,6 +294,35 @@ def self_extend(rotary: Rotary, window: int, group: int) -> TwoBranch:
     return _stretched(rotary, window, lambda i: i // group)
 
 
+def self_extend_group(window: int, train_length: int, length: int) -> int:
+    """The smallest group of `self_extend` that keeps distances within the trained length.
+
+    ceil((length - window) / (train_length - window)): beyond the window, `length - window` tokens
+    share the `train_length - window` distances that are left.
+
+    Args:
+        window: that of `self_extend`, in tokens, at least 1 and below `train_length`.
+        train_length: tokens that the model was trained on.
+        length: tokens that it is to read, at least 1.
+
+    Returns:
+        Tokens in a group; 1, with which `self_extend` is RoPE, up to the trained length.
+
+    Raises:
+        TypeError: if an argument is no int.
+        ValueError: if one is out of its range.
+
+    Reference: arXiv 2401.01325, section 3.3, solved for the group.
+
+    >>> self_extend_group(1024, 8192, 65_536)
+    9
+    """
+    integer("length", length)
+    if not integer("window", window) < integer("train_length", train_length):
+        raise ValueError(f"window must be below train_length {train_length}, got {window}")
+    return max(1, -(-(length - window) // (train_length - window)))
+
+
 def lm_infinite(rotary: Rotary, window: int, sinks: int = 10) -> TwoBranch:
     """Sees the last `window` keys and the first `sinks`, these as if at most `window` apart.
 

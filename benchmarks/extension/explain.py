@@ -171,11 +171,12 @@ def _moved(before: Row, after: Row) -> Tensor:
 
 def _draw(run: Run, rows: dict[str, list[Row]]) -> None:
     panels = [
-        (line, column, f"{label}, {length:,} tokens", row)
+        (line, column, f"{label}\n{length:,} tokens".replace(":", ":\n"), row)
         for line, (label, found) in enumerate(rows.items())
         for column, (length, row) in enumerate(zip(run.lengths, found, strict=True))
     ]
-    with figure(run.out / "mass.png", len(run.lengths), len(rows), height=2.4) as axes:
+    wide = len(run.lengths), len(rows)
+    with figure(run.out / "mass.png", *wide, height=2.4) as axes:
         for line, column, title, row in panels:
             first = torch.tensor(row["first"]).mean(1, keepdim=True)
             share = torch.cat([first, torch.tensor(row["share"]).mean(1)], 1)
@@ -184,6 +185,6 @@ def _draw(run: Run, rows: dict[str, list[Row]]) -> None:
             ax.set_yticks(range(len(names)), names)
             ax.images[0].set_clim(0, 1)
             ax.set(title=title, ylabel="distance")
-    with figure(run.out / "slopes.png", len(run.lengths), len(rows), height=2.4) as axes:
+    with figure(run.out / "slopes.png", *wide, height=2.4, sharey=True) as axes:
         for line, column, title, row in panels:
             by_layer(axes[line, column], row["slope"], "slope").set_title(title)

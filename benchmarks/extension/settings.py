@@ -11,8 +11,8 @@ as it comes).
 `recent` is the model as it comes, reading the end of the context alone, as many tokens as it was
 trained on: what every extension has to beat. Options:
 
-    rotary=SCHEME     positions; by default ntk for scale_invariant, none (p_rope*0) for alibi,
-                      rope for the others
+    rotary=SCHEME     positions; by default self_extend*0.5 for scale_invariant, none (p_rope*0)
+                      for alibi, rope for the others
     factor=NUMBER     wanted length over trained length; by default that of each context
     tau, sigma, mu=on/off, part, sinks
                       of scale_invariant, as in `analysis.calibration.extend`, with its defaults
@@ -74,7 +74,7 @@ class Setting:
     score: str = "none"
     rotary: str = "rope"
     factor: float | None = None
-    tau: float = 3000.0
+    tau: float = 10_000.0
     sigma: str | float = "head"
     mu: bool = True
     part: str = "both"
@@ -174,12 +174,9 @@ def _window(trained: Trained, number: float) -> int:
 
 
 def _self_extend(trained: Trained, ratio: float, number: float) -> TwoBranch:
-    """The smallest groups with which no distance exceeds the trained length."""
     window = _window(trained, number)
-    beyond, room = ratio * trained.length - window, trained.length - window
-    if room == 0:
-        raise ValueError("the window must be below the trained length")
-    return sm.self_extend(_rope(trained), window, math.ceil(beyond / room))
+    group = sm.self_extend_group(window, trained.length, math.ceil(ratio * trained.length))
+    return sm.self_extend(_rope(trained), window, group)
 
 
 # By name: the number where none is written (None: it takes none), and the scheme for what a model
@@ -251,7 +248,8 @@ def _named(name: str) -> Setting:
     if name == "logn_ntk":
         return Setting("logn", "ntk")
     if name in SCORES and name != "none":
-        return Setting(name, {"scale_invariant": "ntk", "alibi": "p_rope*0"}.get(name, "rope"))
+        own = {"scale_invariant": "self_extend*0.5", "alibi": "p_rope*0"}
+        return Setting(name, own.get(name, "rope"))
     if name.partition("*")[0] not in POSITIONS:
         raise ValueError(f"mods: expected some of {', '.join(NAMES)}, got {name!r}")
     return Setting(rotary=_value(name, "rotary", name))

@@ -56,7 +56,7 @@ def draw(grid: Grid, folder: Path) -> list[str]:
     """Draw loss by position in the longest contexts, and needles by length, if there are any.
 
     Drawn are, in as many colours as there are, the settings with the least loss at the end of
-    those contexts.
+    those contexts, which they read whole, and the positions from 1/128 of the length on.
 
     Returns:
         The names of the files.
@@ -66,6 +66,7 @@ def draw(grid: Grid, folder: Path) -> list[str]:
         label: fmean(_last(row) for row in rows)
         for label in grid.labels
         if (rows := [row for kind in grid.kinds if (row := grid.at(kind, label, longest))])
+        and None not in rows[0]["by_position"]
     }
     best = sorted(ends, key=lambda label: ends[label])[: len(COLOURS)]
     shown = [label for label in ends if label in best]
@@ -75,8 +76,9 @@ def draw(grid: Grid, folder: Path) -> list[str]:
             there = {label: row for label in shown if (row := grid.at(kind, label, longest))}
             if there:
                 edges = next(iter(there.values()))["edges"]
-                middles = [(low + high) / 2 for low, high in pairwise(edges)]
-                losses = {label: row["by_position"] for label, row in there.items()}
+                first = sum(edge * 128 < longest for edge in edges)
+                middles = [(low + high) / 2 for low, high in pairwise(edges[first:])]
+                losses = {label: row["by_position"][first:] for label, row in there.items()}
                 curves(ax, middles, losses, "position (tokens)", scales=("log", "linear"))
             ax.set(title=kind, ylabel="loss (nats)")
     if grid.needles:

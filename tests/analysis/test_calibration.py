@@ -80,14 +80,17 @@ def test_saved_with_the_model(tmp_path):
 @torch.no_grad()
 def test_extend_does_all_three():
     model, tokens = llama(), texts(1)[0][:, :200]
-    found = extend(model, 4, texts(1), tau=30.0, sinks=2, name="extended", impl="dense")
+    law = {"tau": 30.0, "sinks": 2, "train_length": 65}
+    found = extend(model, 3.9, texts(1), **law, name="extended", impl="dense")
     got = model(tokens).logits
-    # By hand: the rotary base, the measurement under it, the score_mod of each layer.
+    # By hand: the measurement, grouped positions with a window of half the trained length, the
+    # score_mod of each layer. 254 tokens: 222 of them share 33 distances, 7 each.
     other = llama()
-    theta = other.config.rope_parameters["rope_theta"]
-    patch_rotary(other, sm.rope(16, theta * 4 ** (16 / 14)))
+    rope = sm.rope(16, other.config.rope_parameters["rope_theta"])
+    patch_rotary(other, rope)
     measured = calibrate(other, texts(1), tau=30.0)
     assert measured == found
+    patch_rotary(other, sm.self_extend(rope, 32, 7))
 
     def score_mod(layer):
         def mod(score, b, h, q_idx, kv_idx):
@@ -106,7 +109,7 @@ def test_extend_does_all_three():
     assert (got - plain).abs().max() > 1e-2
 
     again = llama()
-    extend(again, 4, tau=30.0, sinks=2, calibration=found, name="extended_again", impl="dense")
+    extend(again, 3.9, **law, calibration=found, name="extended_again", impl="dense")
     assert torch.equal(again(tokens).logits, got)
     steps = model.generate(tokens[:, :100], max_new_tokens=5, do_sample=False, pad_token_id=0)
     full = model(steps, use_cache=False).logits[0, 99:-1].argmax(-1)
@@ -149,14 +152,15 @@ def test_score_mods_follow_their_law(name):
 @pytest.mark.parametrize(
     ("given", "rotary"),
     [
-        ({"ntk_factor": 6.0}, sm.ntk_rope(16, 6.0)),
+        ({"rotary": sm.ntk_rope(16, 6.0)}, sm.ntk_rope(16, 6.0)),
+        ({}, sm.self_extend(sm.rope(16), 256, 7)),
         ({"rotary": sm.yarn_rope(16, 4.0, 512)}, sm.yarn_rope(16, 4.0, 512)),
         ({"rotary": sm.self_extend(sm.rope(16), 40, 4)}, sm.self_extend(sm.rope(16), 40, 4)),
     ],
-    ids=["ntk", "yarn", "self_extend"],
+    ids=["ntk", "default", "yarn", "self_extend"],
 )
 def test_extend_takes_other_positions(given, rotary):
-    model, tokens = llama(), texts(1)[0][:, :200]
+    model, tokens = llama(), texts(1)[0]
     extend(model, 4, texts(1), tau=30.0, name="elsewhere", impl="dense", **given)
     other = llama()
     patch_rotary(other, getattr(rotary, "rotary", rotary))
@@ -179,7 +183,8 @@ def test_what_is_wrong_is_named():
         ({"sigma": "heads"}, 'sigma must be "head", "model" or a number, got \'heads\''),
         ({"part": "all"}, 'part must be "both", "multiplier" or "bias", got \'all\''),
         ({"tau": 0.0}, "tau must be a positive number"),
-        ({"ntk_factor": 2.0, "rotary": sm.rope(16)}, "one of ntk_factor and rotary"),
+        ({"train_length": 64, "rotary": sm.rope(16)}, "one of rotary and train_length"),
+        ({"train_length": 1}, "train_length must be at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
             extend(model, 2, texts(1), **wrong)

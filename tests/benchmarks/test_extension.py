@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
 
-from analysis.calibration import Calibration, calibrate, extend  # noqa: E402
+from analysis.calibration import Calibration, _grouped, calibrate, extend  # noqa: E402
 from analysis.huggingface import LayerQK  # noqa: E402
 from benchmarks.extension import command, explain, scores  # noqa: E402
 from benchmarks.extension.rows import Calibrations, Rows  # noqa: E402
@@ -117,6 +117,10 @@ def test_the_defaults_are_those_of_extend():
     (setting,) = parse("scale_invariant")
     for name in ("tau", "sigma", "mu", "part", "sinks"):
         assert getattr(setting, name) == inspect.signature(extend).parameters[name].default
+    i = torch.arange(4 * L0)
+    here, there = setting.positions(4 * L0, TRAINED), _grouped(llama(), 4, None)
+    assert here.window == there.window
+    assert torch.equal(here.far_query(i) - here.far_key(i), there.far_query(i) - there.far_key(i))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_the_defaults_are_those_of_extend():
         ("rope*2", "it takes no number"),
         ("p_rope*2", r"p must be a number in \[0, 1\], got 2.0"),
         ("rerope*1.5", "the window must be within the trained length"),
-        ("self_extend*1", "the window must be below the trained length"),
+        ("self_extend*1", "window must be below train_length 8192"),
     ],
 )
 def test_what_is_wrong_with_a_setting_is_named(written, message):

@@ -87,6 +87,15 @@ def by_pairs(name, q, k, v, bias=lambda h, i, j: 0.0, scale=D**-0.5):
     return out, lse
 
 
+def test_the_group_is_the_smallest_that_keeps_to_the_trained_length():
+    for window, trained, length in ((1, 2, 9), (8, 64, 64), (8, 64, 65), (32, 64, 1000)):
+        group = sm.self_extend_group(window, trained, length)
+        scheme = sm.self_extend(ROTARY, window, group)
+        last, first = torch.tensor(length - 1), torch.tensor(0)
+        assert scheme.far_query(last) - scheme.far_key(first) <= trained
+        assert group == 1 or (group - 1) * (trained - window) < length - window
+
+
 def test_every_two_branch_mechanism_of_the_catalogue_has_a_case():
     assert set(CASES) == {m.name for m in sm.catalogue if m.kind == "two-branch"}
 
@@ -343,6 +352,8 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
         (lambda: sm.rerope(D, W), TypeError, "rotary must be a Rotary, got int"),
         (lambda: sm.rerope(ROTARY, 0), ValueError, "window must be at least 1"),
         (lambda: sm.leaky_rerope(ROTARY, W, 0.5), ValueError, "factor must be at least 1"),
+        (lambda: sm.self_extend_group(8, 8, 64), ValueError, "window must be below train_length"),
+        (lambda: sm.self_extend_group(8, 16, 64.0), TypeError, "length must be an int"),
         (lambda: sm.self_extend(ROTARY, W, 2.0), TypeError, "group must be an int"),
         (lambda: sm.lm_infinite(ROTARY, W, None), TypeError, "sinks must be an int"),
         (lambda: sm.streaming_llm(ROTARY, W, 0), ValueError, "sinks must be at least 1"),
