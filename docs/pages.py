@@ -33,6 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "mechanisms.md", content=table))
     for path in (*sorted(GALLERY.glob("*.md")), *sorted(GALLERY.glob("*.png"))):
         files.append(File.generated(config, path.name, abs_src_path=str(path)))
+    for path in sorted((ROOT / "benchmarks" / "figures").glob("*.png")):
+        files.append(File.generated(config, f"figures/{path.name}", abs_src_path=str(path)))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         files.append(
             File(f"notebooks/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
