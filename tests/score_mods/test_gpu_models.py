@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import defaultdict
 
 import pytest
 import torch
@@ -68,19 +69,26 @@ def test_a_training_step_of_twelve_layers_in_one_graph():
     plain = plain.to("cuda", torch.bfloat16)
     x = torch.randn(2, 700, DIM, device="cuda").bfloat16()
     compiled = torch.compile(flex, fullgraph=True)
-    gradients = []
     for model, y in ((compiled, x), (dense, x.double()), (plain, x)):
         model(y).square().mean().backward()
+    errors = defaultdict(list)
     for (name, p), exact, rough in zip(
         flex.named_parameters(), dense.parameters(), plain.parameters(), strict=True
     ):
-        error, allowed = rms(p.grad - exact.grad), rms(rough.grad - exact.grad)
-        gradients.append((name, (error / allowed).item()))
-    worst = max(gradients, key=lambda item: item[1])
-    # Of a learned number only a few values exist, whose errors are chance: hence 4, and 2 overall.
-    assert worst[1] < 4, worst
-    assert statistics.median(ratio for _, ratio in gradients) < 2
-    assert {"log_tau", "log_sigma", "sink"} <= {name.split(".")[-1] for name, _ in gradients}
+        kind = name.split(".", 2)[-1]
+        size = rms(exact.grad)
+        errors[kind].append([(rms(g - exact.grad) / size).item() for g in (p.grad, rough.grad)])
+    # A learned number has 8 values in a layer: how far one form of bfloat16 is off there is
+    # chance, so that layers are taken together.
+    for kind, of_layers in errors.items():
+        flex_errors, dense_errors = (torch.tensor(x) for x in zip(*of_layers, strict=True))
+        print(
+            f"{kind}: {rms(flex_errors):.4f}, at worst {flex_errors.max():.4f}; dense "
+            f"{rms(dense_errors):.4f}, at worst {dense_errors.max():.4f}"
+        )
+        assert rms(flex_errors) < 2 * rms(dense_errors), kind
+        assert flex_errors.max() < 5 * rms(dense_errors), kind
+    assert {"log_tau", "log_sigma", "sink"} <= {kind.split(".")[-1] for kind in errors}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
