@@ -139,8 +139,11 @@ class Decoder(nn.Module):
             return self.norm(x)
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of each target `[B, T]` in nats, float32; 0 where it is `IGNORED`."""
-        rows = self.hidden(ids).flatten(0, 1).split(_CHUNK)
+        """Cross-entropy of each target in nats, float32; 0 where it is `IGNORED`.
+
+        Targets `[B, S]` are those of the last S of the T tokens.
+        """
+        rows = self.hidden(ids)[:, -targets.shape[1] :].flatten(0, 1).split(_CHUNK)
         with _precision(ids.device):
             losses = [
                 self._losses(x, self.head.weight, wanted)

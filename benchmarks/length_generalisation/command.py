@@ -6,7 +6,7 @@
 The first makes a row, or several, of Tables 1 and 2 of arXiv 2505.17083, and writes
 OUT/METHOD-SEED.json; a row that was stopped goes on where it was, and one that is there is not
 made again. The second prints the table of the rows in a folder, and draws them. By default a row
-is 105 million tokens and 1.5e16 FLOPs.
+is 101 million tokens and 1.4e16 FLOPs.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
         help=", ".join(METHODS),
     )
     add_training_options(
-        parser, out="reports/length_generalisation", steps=800, sequences=32, length=4096
+        parser, out="reports/length_generalisation", steps=768, sequences=32, length=4096
     )
     add("--lengths", default="4096,16384,65536", metavar="N,M,...", help="of validation")
-    add("--needle-steps", type=int, default=150, help="of fine-tuning; 0 for no needles")
+    add("--needle-steps", type=int, default=300, help="of fine-tuning; 0 for no needles")
     add("--needle-sequences", type=int, default=16, help="in a step of it")
     add("--needles", type=int, default=64, help="questions at each length")
     return parser

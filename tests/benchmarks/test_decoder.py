@@ -82,6 +82,8 @@ def test_losses_come_in_pieces_and_skip_what_is_ignored(monkeypatch):
     targets[:, :30] = IGNORED
     assert torch.equal(model.token_losses(ids, targets)[:, :30], torch.zeros(2, 30))
     torch.testing.assert_close(model.loss(ids, targets), whole[:, 30:].mean())
+    last = targets[:, -9:]
+    torch.testing.assert_close(model.token_losses(ids, last), whole[:, -9:])
 
 
 def test_starts_at_the_entropy_of_all_tokens():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import length_generalisation as benchmark
-from benchmarks import training
+from benchmarks import needle, training
 from benchmarks.decoder import Decoder, Size
 from benchmarks.length_generalisation import row as rows
 from benchmarks.length_generalisation.methods import METHODS, build
@@ -99,6 +99,12 @@ def test_a_row_holds_what_it_says(command):
     data = [row["settings"]["data"] for row in made.values()]
     assert data[0] == data[1]
     assert data[0]["vocabulary"] == 256
+
+
+def test_a_question_ends_in_no_more_tokens_than_are_trained_on():
+    longest = max(needle._CITIES, key=len)
+    answer = needle._REST.format(city=longest, number=10**6)
+    assert len(answer.encode()) <= rows._ENDING
 
 
 def test_the_law_is_measured_on_the_way(command, monkeypatch):
