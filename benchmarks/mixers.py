@@ -205,9 +205,15 @@ class ScaleInvariantAttention(SoftmaxAttention):
 
     def refresh(self) -> None:
         """Make the score_mod anew, of the tau, sigma and mu of now."""
-        tau = self.tau if self.log_tau is None else self.log_tau.detach().exp()
         sigma, mu = self.law.clone()
+        tau = self.tau if self.log_tau is None else self.scales()
         self.score_mod = sm.to_device(self._made(tau, sigma=sigma, mu=mu), self.law.device)
+
+    def scales(self) -> Tensor:
+        """Tau of each head, `[H]`, without a gradient."""
+        if self.log_tau is None:
+            return torch.full((self.num_heads,), self.tau)
+        return self.log_tau.detach().exp()
 
     def _made(self, tau: Tensor | float, **law: Tensor) -> Mod:
         mod = sm.scale_invariant(tau, **law)

@@ -33,8 +33,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "mechanisms.md", content=table))
     for path in (*sorted(GALLERY.glob("*.md")), *sorted(GALLERY.glob("*.png"))):
         files.append(File.generated(config, path.name, abs_src_path=str(path)))
-    for path in sorted((ROOT / "benchmarks" / "figures").glob("*.png")):
-        files.append(File.generated(config, f"figures/{path.name}", abs_src_path=str(path)))
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.png")):
+        place = path.relative_to(ROOT / "benchmarks").as_posix()
+        files.append(File.generated(config, place, abs_src_path=str(path)))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         files.append(
             File(f"notebooks/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
@@ -47,6 +48,6 @@ def turned(text: str) -> str:
 
     def page(link: re.Match[str]) -> str:
         target = link[1].removeprefix("docs/")
-        return f"]({PAGES.get(target, target)}{link[2]})"
+        return f"]({PAGES.get(target, target.removeprefix('benchmarks/'))}{link[2]})"
 
     return re.sub(r"\]\((?!https?:)([^)#]+)(#[^)]*|)\)", page, text)

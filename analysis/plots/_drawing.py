@@ -156,7 +156,7 @@ def signed_log(ax: Any, which: str, linear: float) -> None:
 
     getattr(ax, f"set_{which}scale")("symlog", linthresh=linear, linscale=1)
     axis = getattr(ax, f"{which}axis")
-    ticks = linear * np.array([0, 0.25, 0.5, 1, 3, 10, 30, 100])
+    ticks = linear * np.array([0, 0.5, 1, 3, 10, 30, 100])
     axis.set_major_locator(FixedLocator([*-ticks[:0:-1], *ticks]))
     axis.set_minor_locator(FixedLocator([]))
     axis.set_major_formatter("{x:g}")

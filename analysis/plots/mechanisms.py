@@ -116,26 +116,30 @@ def by_length(
     return ax
 
 
-def against(ax: Any, x: ArrayLike, y: ArrayLike, names: Any, xlabel: str, ylabel: str) -> Any:
-    """Draw one number against another, a named point for each mechanism.
+def against(
+    ax: Any, x: Values, y: Values, xlabel: str, ylabel: str, *, linear: float = math.inf
+) -> Any:
+    """Draw one number against another, a path for each mechanism that ends in its marker.
 
     Args:
         ax: Axes to draw on.
-        x: The first number `[M]`.
-        y: The second `[M]`.
-        names: The mechanisms.
+        x: Mechanism to the first number `[K]`, at rising context lengths, say.
+        y: Mechanism to the second, likewise.
         xlabel: What `x` is.
         ylabel: What `y` is.
+        linear: Size up to which `x` is drawn to a linear scale; beyond, to a logarithmic one.
 
     Returns:
-        `ax`.
+        `ax`, to be given a legend.
     """
-    points = np.stack([np.asarray(x, dtype=float), np.asarray(y, dtype=float)], 1)
-    for row, (name, at) in enumerate(zip(names, points, strict=True)):
+    for row, name in enumerate(x):
         colour, marker, _ = mark(row)
-        ax.plot(*at, color=colour, marker=marker, linestyle="none")
-        ax.annotate(name, at, xytext=(5, 3), textcoords="offset points", fontsize="small")
-    ax.margins(x=0.4)
+        look = {"markeredgecolor": "white", "markeredgewidth": 0.5, "label": name}
+        path = np.asarray(x[name], dtype=float), np.asarray(y[name], dtype=float)
+        ax.plot(*path, color=colour, marker=marker, markevery=[-1], **look)
+        ax.plot(*path, color=colour, marker=".", markersize=3, linestyle="none")
+    if any(np.nanmax(np.abs(values)) > linear for values in x.values()):
+        signed_log(ax, "x", linear)
     return labels(ax, xlabel, ylabel)
 
 

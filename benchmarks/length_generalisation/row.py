@@ -79,6 +79,8 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
         "validation": {n: validate(model, data.validation(n, lengths[-1])) for n in lengths},
         "attention": {n: attention(model, data.validation(n, lengths[-1])[:1]) for n in lengths},
     }
+    if METHODS[method].attention == "scale_invariant":
+        row["law"] = _law(model)
     if options.needle_steps:
         row["needle"] = _needles(model, data, tokenizer, options, folder, settings)
     row["machine"] = machine(device)
@@ -149,6 +151,17 @@ def attention(model: Decoder, ids: Tensor) -> dict[str, Any]:
             else None
         )
         found["slope"].append(slopes)
+    return found
+
+
+def _law(model: Decoder) -> dict[str, list[list[float]]]:
+    """`tau`, `sigma` and `mu` of scale-invariant attention by layer and head."""
+    found: dict[str, list[list[float]]] = {"tau": [], "sigma": [], "mu": []}
+    for mixer in (block.mixer for block in model.blocks):
+        assert isinstance(mixer, ScaleInvariantAttention)
+        found["tau"].append(mixer.scales().tolist())
+        for name, values in zip(("sigma", "mu"), mixer.law, strict=True):
+            found[name].append(values.tolist())
     return found
 
 

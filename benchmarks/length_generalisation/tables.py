@@ -14,12 +14,11 @@ from benchmarks.length_generalisation.methods import METHODS
 
 Row = dict[str, Any]
 
-_PANELS = {
-    "positions": ("rope", "p_rope", "nope", "rope_ntk", "yarn", "alibi", "scale_invariant"),
-    "temperatures and scale invariance": tuple(
-        name for name, method in METHODS.items() if method.attention in ("logn", "scale_invariant")
-    ),
-}
+# Positions, then temperatures beside scale invariance.
+_PANELS = (
+    ("rope", "p_rope", "nope", "rope_ntk", "yarn", "alibi", "scale_invariant"),
+    tuple(n for n, method in METHODS.items() if method.attention in ("logn", "scale_invariant")),
+)
 
 
 def report(folder: Path) -> str:
@@ -41,9 +40,9 @@ def report(folder: Path) -> str:
         raise ValueError(f"rows of {folder} must have the same data, sizes and steps")
     lengths = [str(length) for length in json.loads(settings.pop())["lengths"]]
     shown = {name: rows[name] for name in METHODS if name in rows}
-    files = [_draw_losses(shown, lengths, folder)]
-    if len(shown) > 1:
-        files.append(_draw_slopes(shown, lengths, folder))
+    files = [_draw_losses(shown, lengths, folder), _draw_attention(shown, lengths, folder)]
+    if all("needle" in row for found in shown.values() for row in found):
+        files.append(_draw_needles(shown, lengths, folder))
     table = _table(rows, lengths)
     figures = "\n".join(f"![]({name})" for name in files)
     (folder / "table.md").write_text(f"{table}\n\n{figures}\n", encoding="utf-8")
@@ -86,45 +85,76 @@ def _mean_loss(rows: list[Row], length: str) -> float:
 def _draw_losses(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -> str:
     """Loss against length."""
     name = "loss_by_length.png"
+    with figure(folder / name, len(_PANELS), height=3.6) as axes:
+        _draw_by_length(axes[0], rows, lengths, _mean_loss, "loss (nats a token)")
+    return name
+
+
+def _draw_needles(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -> str:
+    """Needles found against length."""
+    name = "needles_by_length.png"
+
+    def found(rows: list[Row], length: str) -> float:
+        return fmean(row["needle"]["accuracy"][length] for row in rows)
+
     with figure(folder / name, len(_PANELS), height=3.6, sharey=True) as axes:
-        for ax, (title, members) in zip(axes[0], _PANELS.items(), strict=True):
-            losses = {
-                member: [_mean_loss(rows[member], n) for n in lengths]
-                if member in rows
-                else [float("nan")] * len(lengths)
-                for member in members
-            }
-            by_length(ax, [int(n) for n in lengths], losses, "loss (nats a token)")
-            ax.set_title(title)
-            for line, member in zip(ax.lines, members, strict=False):
-                if member in rows:
-                    line.set_label(member)
-            if set(members) & set(rows):
-                ax.legend()
+        _draw_by_length(axes[0], rows, lengths, found, "share of needles found")
     return name
 
 
-def _draw_slopes(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -> str:
-    """What the loss rises by from the trained length, against what the theory watches."""
-    name, longest = "loss_by_attention.png", lengths[-1]
-    trained = {method: str(found[0]["settings"]["length"]) for method, found in rows.items()}
-    rises = [
-        _mean_loss(found, longest) - _mean_loss(found, trained[method])
-        if trained[method] in lengths
-        else _mean_loss(found, longest)
-        for method, found in rows.items()
-    ]
-    panels = {
-        "slope": r"median slope of log total attention in $\ln\,t$",
-        "last_share": "median share of attention on the last 100 tokens",
+def _draw_by_length(
+    axes: Any,
+    rows: dict[str, list[Row]],
+    lengths: list[str],
+    value: Callable[[list[Row], str], float],
+    label: str,
+) -> None:
+    for ax, members in zip(axes, _PANELS, strict=True):
+        missing = [float("nan")] * len(lengths)
+        values = {
+            member: [value(rows[member], n) for n in lengths] if member in rows else missing
+            for member in members
+        }
+        by_length(ax, [int(n) for n in lengths], values, label)
+        for line, member in zip(ax.lines, members, strict=False):
+            if member in rows:
+                line.set_label(member)
+        if set(members) & set(rows):
+            _legend(ax)
+
+
+def _draw_attention(rows: dict[str, list[Row]], lengths: list[str], folder: Path) -> str:
+    """What the loss rises by from the shortest length, against what the theory watches."""
+    name = "loss_by_attention.png"
+    seen = {
+        "last_share": "attention on the last 100 tokens",
+        "slope": r"slope of log total attention in $\ln\,t$",
     }
-    with figure(folder / name, len(panels), height=3.4, sharey=True) as axes:
-        for ax, (key, label) in zip(axes[0], panels.items(), strict=True):
-            values = [_median(found, longest, key) for found in rows.values()]
-            against(ax, values, rises, list(rows), label, f"rise of the loss at {int(longest):,}")
+    with figure(folder / name, len(seen), len(_PANELS), height=3.8) as axes:
+        for panels, members in zip(axes, _PANELS, strict=True):
+            found = {member: rows[member] for member in members if member in rows}
+            rises = {
+                member: [_mean_loss(own, n) - _mean_loss(own, lengths[0]) for n in lengths]
+                for member, own in found.items()
+            }
+            for ax, (key, label) in zip(panels, seen.items(), strict=True):
+                values = {
+                    member: [_median(own, key, n) for n in lengths]
+                    for member, own in found.items()
+                }
+                against(
+                    ax, values, rises, label, f"loss over that at {int(lengths[0]):,}", linear=1
+                )
+            if found:
+                _legend(panels[0])
     return name
 
 
-def _median(rows: list[Row], length: str, key: str) -> float:
+def _legend(ax: Any) -> None:
+    """Name what is drawn above a panel, where nothing lies behind the names."""
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize="small")
+
+
+def _median(rows: list[Row], key: str, length: str) -> float:
     layers = [layer for row in rows for layer in row["attention"][length][key] if layer]
     return median(x for layer in layers for x in layer) if layers else float("nan")

@@ -1,6 +1,8 @@
 """Whole rows at toy size, what they hold, and the table made of them."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from benchmarks import length_generalisation as benchmark
 from benchmarks import needle, training
 from benchmarks.decoder import Decoder, Size
 from benchmarks.length_generalisation import row as rows
+from benchmarks.length_generalisation import tables
 from benchmarks.length_generalisation.methods import METHODS, build
 from benchmarks.mixers import Positions, SoftmaxAttention
 
+ROOT = Path(__file__).parents[2]
 LENGTHS = (256, 512, 1024)
 
 
@@ -98,6 +102,12 @@ def test_a_row_holds_what_it_says(command):
         assert set(row["needle"]["accuracy"]) == set(map(str, LENGTHS))
     data = [row["settings"]["data"] for row in made.values()]
     assert data[0] == data[1]
+    assert "law" not in made["rope"]
+    measured, learned = (made[f"scale_invariant_{name}"]["law"] for name in ("measured", "tau"))
+    assert measured["tau"] == [[10.0, 10.0]] * 2
+    assert (torch.tensor(measured["sigma"]) != 1).any()
+    assert learned["sigma"] == [[1.0, 1.0]] * 2
+    assert (torch.tensor(learned["tau"]) != 10).any()
     assert data[0]["vocabulary"] == 256
 
 
@@ -211,7 +221,10 @@ def test_the_table_has_all_methods_and_leaves_out_what_was_not_run(command, tmp_
     assert "±" in cells["rope"][1]
     row = json.loads((tmp_path / "out" / "alibi-0.json").read_text())
     assert cells["alibi"][3] == f"{row['validation']['512']['loss']:.3f}"
-    for name in ("table.md", "loss_by_length.png", "loss_by_attention.png"):
+    figures = [
+        f"{name}.png" for name in ("loss_by_length", "loss_by_attention", "needles_by_length")
+    ]
+    for name in ("table.md", *figures):
         assert (tmp_path / "out" / name).stat().st_size > 200
 
 
@@ -238,6 +251,17 @@ def test_refuses_in_one_line(command, capsys, changed, words):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert words in error
+
+
+def test_the_results_are_those_of_the_rows_that_are_kept(tmp_path):
+    kept = ROOT / "benchmarks" / "results" / "length_generalisation"
+    for path in kept.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    table = tables.report(tmp_path)
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(METHODS)
+    assert set(lines) <= set(results)
 
 
 def test_an_empty_folder_has_no_table(tmp_path, capsys):
