@@ -59,6 +59,20 @@ def test_entropy_is_drawn_against_the_log_or_its_root_with_theory_and_its_band(a
     assert other.get_xlabel() != ax.get_xlabel()
 
 
+def test_a_path_ends_in_its_marker_and_far_numbers_get_a_logarithmic_scale(ax):
+    far = {"none": TWO["none"], "other": -10 * TWO["none"]}
+    assert plots.against(ax, far, TWO, "slope", "loss", linear=5) is ax
+    for (x, y), name in zip(drawn(ax)[::2], TWO, strict=True):
+        assert x.tolist() == far[name].tolist()
+        assert y.tolist() == TWO[name].tolist()
+    assert [line.get_markevery() for line in ax.get_lines()[::2]] == [[-1], [-1]]
+    assert ax.get_legend_handles_labels()[1] == list(TWO)
+    assert (ax.get_xscale(), ax.get_xlabel(), ax.get_ylabel()) == ("symlog", "slope", "loss")
+    other = Figure().subplots()
+    plots.against(other, TWO, TWO, "slope", "loss", linear=5)
+    assert other.get_xscale() == "linear"
+
+
 def test_small_shares_get_a_logarithmic_scale(ax):
     assert plots.last_share(ax, T, {"none": np.array([0.5, 0.1, 0.01, 0.001])}) is ax
     assert ax.get_yscale() == "log"
