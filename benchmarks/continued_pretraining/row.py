@@ -73,7 +73,8 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         found = {}
         for context in options.lengths:
             apply(context)
-            found[context] = validate(model, data.validation(context, options.lengths[-1]))
+            held_out = data.validation(context, options.lengths[-1])
+            found[context] = validate(model, held_out, options.micro * options.length)
         return found
 
     row: dict[str, Any] = {"settings": settings, "before": validated()}
@@ -81,7 +82,7 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         apply(options.length)
         row["training"] = train(
             model.train(),
-            [torch.optim.AdamW(model.parameters(), options.rate, (0.9, 0.95), weight_decay=0.0)],
+            [_optimizer(model, options.rate)],
             Schedule(options.steps, warmup=options.steps // 10, cooldown=0.5),
             lambda step: loss_of_batch(model, batches(step).to(device), options.micro),
             folder=folder,
@@ -95,6 +96,11 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
     row["machine"] = machine(device)
     row["seconds"] = time.perf_counter() - began
     return finish(folder, row)
+
+
+def _optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
+    fused = model.device.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), weight_decay=0.0, fused=fused)
 
 
 def _calibrations(
@@ -138,17 +144,19 @@ def loss_of_batch(model: Any, ids: Tensor, micro: int) -> Tensor:
     return accumulated(ids.split(micro), share)
 
 
-def validate(model: Any, ids: Tensor) -> dict[str, float]:
+def validate(model: Any, ids: Tensor, at_once: int) -> dict[str, float]:
     """The loss on held-out contexts.
 
     Args:
         model: as in `loss_of_batch`.
         ids: token ids `[N, T + 1]`.
+        at_once: tokens in one forward pass, or one context if that has more.
 
     Returns:
         `loss` and `last`, nats a token over the contexts and over their last 1,024 tokens.
     """
     device = model.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        losses = torch.stack([token_losses(model, row) for row in ids]).double()
+        parts = ids.split(max(1, at_once // (ids.shape[1] - 1)))
+        losses = torch.cat([token_losses(model, part) for part in parts]).double()
     return {"loss": losses.mean().item(), "last": losses[:, -LAST:].mean().item()}

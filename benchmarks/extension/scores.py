@@ -26,9 +26,10 @@ def edges(length: int) -> list[int]:
 
 @torch.no_grad()
 def hidden_states(model: Any, ids: Tensor) -> Tensor:
-    """What the model's head gets, `[T, C]`, for token ids `[T]`."""
-    found = model.base_model(input_ids=ids[None].to(model.device), use_cache=False)
-    return found.last_hidden_state[0]
+    """What the model's head gets, `[..., T, C]`, for token ids `[..., T]`."""
+    rows = ids.reshape(-1, ids.shape[-1]).to(model.device)
+    found = model.base_model(input_ids=rows, use_cache=False).last_hidden_state
+    return found.view(*ids.shape, -1)
 
 
 @torch.no_grad()
@@ -37,16 +38,16 @@ def token_losses(model: Any, ids: Tensor) -> Tensor:
 
     Args:
         model: a Hugging Face causal language model whose logits are its head's output.
-        ids: token ids `[T]`.
+        ids: token ids `[..., T]`.
 
     Returns:
-        Float32 `[T - 1]`, on the CPU.
+        Float32 `[..., T - 1]`, on the CPU.
     """
-    hidden, head = hidden_states(model, ids), model.get_output_embeddings()
-    targets = ids[1:].to(hidden.device)
-    pieces = zip(hidden[:-1].split(_ROWS), targets.split(_ROWS), strict=True)
+    hidden = hidden_states(model, ids)[..., :-1, :].flatten(0, -2)
+    targets, head = ids[..., 1:].to(hidden.device), model.get_output_embeddings()
+    pieces = zip(hidden.split(_ROWS), targets.flatten().split(_ROWS), strict=True)
     losses = [F.cross_entropy(head(x).float(), y, reduction="none") for x, y in pieces]
-    return torch.cat(losses).cpu()
+    return torch.cat(losses).view(targets.shape).cpu()
 
 
 def loss_scores(model: Any, text: Text, length: int, reads: int, last: int) -> dict[str, Any]:
