@@ -371,10 +371,14 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
     late, rotary = late_form(rotary)
     embeddings = embeddings_of(model, rotary)
     turned: MutableMapping[nn.Module, bool | None] = {}
+    schemes: dict[bool | None, Late | None] = {None: None}
     if late is None:
         set_frequencies(embeddings, rotary.frequencies, rotary.attention_factor)
     else:
         turned = pairings(model, embeddings, _transformers().AttentionInterface.register)
+        schemes |= {
+            pairs: paired(late, pairs, embeddings[0].inv_freq.device) for pairs in (False, True)
+        }
         set_frequencies(embeddings, torch.zeros_like(rotary.frequencies))
     for embedding in embeddings:
         if embedding in _guards:
@@ -383,9 +387,7 @@ def patch_rotary(model: Any, rotary: Rotary | Late) -> None:
             _guards[embedding] = embedding.register_forward_pre_hook(_guard(model))
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            pairs = turned.get(module)
-            turns = late is not None and pairs is not None
-            module.late_rotary = paired(late, pairs) if turns else None  # type: ignore[arg-type, assignment]
+            module.late_rotary = schemes[turned.get(module)]  # type: ignore[assignment]
 
 
 def _guard(model: Any) -> Callable[..., None]:

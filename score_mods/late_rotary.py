@@ -42,11 +42,19 @@ def _whatever_length(rotary: Rotary, length: int) -> Rotary:
     return rotary
 
 
-def paired(late: Late, interleaved: bool) -> Late:
-    """The scheme with channels paired (2i, 2i + 1), or (i, i + R/2)."""
+def paired(late: Late, interleaved: bool, device: torch.device) -> Late:
+    """The scheme with channels paired (2i, 2i + 1), or (i, i + R/2), and frequencies on a device.
+
+    It is to be shared by the layers of a model: the blocks of its masks are kept for each scheme.
+    """
+
+    def placed(rotary: Rotary) -> Rotary:
+        rotary = replace(rotary, interleaved=interleaved)
+        return rotary if device.type == "mps" else rotary.to(device)  # which has no float64
+
     if isinstance(late, TwoBranch):
-        return replace(late, rotary=replace(late.rotary, interleaved=interleaved))
-    return lambda length: replace(late(length), interleaved=interleaved)
+        return replace(late, rotary=placed(late.rotary))
+    return lambda length: placed(late(length))
 
 
 def embeddings_of(model: nn.Module, rotary: Rotary) -> list[Any]:

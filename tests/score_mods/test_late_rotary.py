@@ -1,5 +1,7 @@
 """Schemes for unrotated keys in models that pair channels otherwise, or rotate in some layers."""
 
+import sys
+
 import pytest
 import torch
 
@@ -83,6 +85,22 @@ def test_the_model_pairs_and_skips_as_before(kind, changes, rotates):
         assert (got - before).abs().max() < 1e-4 * before.abs().max()
     patch_rotary(model, sm.rerope(own, 4))
     assert (logits(model, "plain", tokens) - before).abs().max() > 1e-2 * before.abs().max()
+
+
+def test_the_layers_of_a_model_share_two_masks_whose_blocks_are_kept(monkeypatch):
+    model, tokens = made("Llama"), torch.randint(3, 50, (1, 24))
+    _, own = rotary_of(model)
+    patch_rotary(model, sm.rerope(own, 4))
+    module, seen = sys.modules["score_mods.two_branch"], []
+
+    def attention(*args, **options):
+        seen.append(args[4])
+        return sm.attention(*args, **options)
+
+    monkeypatch.setattr(module, "attention", attention)
+    logits(model, "plain", tokens)
+    assert len(seen) == 2 * len(model.model.layers) > 2
+    assert len(set(seen)) == 2
 
 
 @pytest.mark.parametrize(
