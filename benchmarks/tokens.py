@@ -2,7 +2,7 @@
 
 A source is
 
-    installed     what is on this machine: each top-level package of Python's library and of
+    installed     what is on this machine: each top-level package of Python's library and of all
                   site-packages, and each folder of headers, scripts and documentation of the
                   system, is one document, its text files joined in order of path, each under a
                   line that names it; a file that occurs twice counts once;
@@ -13,9 +13,9 @@ A source is
                   folder with GPT-2's tokenizer for what is still to be encoded.
 
 The split is by document. Validation documents are the first, in the order of a hash of their
-names, that have more than `span` tokens and at most one in fifty of all; the others are trained
-on, whatever their length, one after the other, but for those that have the name of a validation
-document in another place.
+names, that have more than `span` tokens and at most one in fifty of all, and of each name one; the
+others are trained on, whatever their length, one after the other, but for those that have the name
+of a validation document in another place.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tqdm import tqdm
 from benchmarks.extension.rows import digest, write_json
 from score_mods._checks import integer
 
+_PACKAGES = ("site-packages", "dist-packages")
 # A folder with many packages in it, where each entry is a document.
 _SYSTEM = (
     "/usr/include",
@@ -55,6 +56,7 @@ _LARGEST = 2**20  # bytes of a file that is still a text and no table
 _LINE = 200  # characters of a line, in the mean, of such a file
 _JOINED = 400_000  # characters of a document made of lines
 _SHARD = 131_072  # tokens of a document cut from a shard
+_MAGIC = 20240520  # first number of a shard, before its version and how many tokens it has
 _BATCH = 256  # texts that are encoded at a time
 
 Document = tuple[str, Iterator[str]]
@@ -94,7 +96,10 @@ class Tokenizer:
                 )
             from tokenizers import Tokenizer as Encoder
 
-            self._encoder = Encoder.from_file(str(path))
+            try:
+                self._encoder = Encoder.from_file(str(path))
+            except Exception as error:  # the package raises nothing narrower
+                raise ValueError(f"tokenizer: {path} is none: {error}") from None
             self.name = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         self.vocabulary = self._encoder.get_vocab_size()
 
@@ -241,7 +246,8 @@ def token_file(
     for name, value in (("span", span), ("held_out", held_out)):
         integer(name, value)
     path = Path(source)
-    if source != "installed" and not path.exists():
+    lines_or_shard = path.is_file() and path.suffix in (".jsonl", ".bin")
+    if source != "installed" and not path.is_dir() and not lines_or_shard:
         raise ValueError(
             f"data must be installed, a folder, a .jsonl or a .bin file, got {source}"
         )
@@ -267,19 +273,21 @@ def token_file(
     )
 
 
-def _changed(path: Path) -> int:
-    """When a file, or the last one in a folder, was changed, came or went, in nanoseconds."""
-    return max(x.lstat().st_mtime_ns for x in (path, *path.rglob("*")))
+def _changed(path: Path) -> str:
+    """What tells apart the states of a file, or of all in a folder: names, times and sizes."""
+    entries = [(str(x), x.lstat()) for x in (path, *sorted(path.rglob("*")))]
+    return digest([[name, found.st_mtime_ns, found.st_size] for name, found in entries])
 
 
 def _held_out(documents: list[tuple[str, int, int, int]], span: int, count: int) -> list[int]:
     """Indices of the validation documents."""
     most = sum(stop - start for _, start, stop, _ in documents) // 50
-    fitting = [
-        i
-        for i, (_, start, stop, _) in enumerate(documents)
+    packages = {
+        _package(name): i
+        for i, (name, start, stop, _) in reversed([*enumerate(documents)])
         if span < stop - start <= max(most, span + 1)
-    ]
+    }
+    fitting = list(packages.values())
     if len(fitting) < count:
         raise ValueError(
             f"data must have {count} documents of more than {span} tokens, each at most a "
@@ -309,6 +317,8 @@ def _write(source: str, tokenizer: Tokenizer, folder: Path, most: int | None) ->
                 documents.append((name, start, total, size))
             if most is not None and total >= most:
                 break
+    if not total:
+        raise ValueError(f"data must have text, got {source}")
     index = {
         "dtype": dtype,
         "sha256": content.hexdigest(),
@@ -320,8 +330,8 @@ def _write(source: str, tokenizer: Tokenizer, folder: Path, most: int | None) ->
 
 def _encoded(source: str, tokenizer: Tokenizer) -> Iterator[tuple[str, Iterator[tuple[Any, int]]]]:
     """Each document's name, and its token ids and UTF-8 bytes, piece by piece."""
-    if source.endswith(".bin"):
-        tokens = np.fromfile(source, dtype=np.uint16)[512:]
+    if source.endswith(".bin") and Path(source).is_file():
+        tokens = _shard(Path(source))
         if len(tokens) and tokens.max() >= tokenizer.vocabulary:
             raise ValueError(
                 f"data has the token {tokens.max()}, which a tokenizer of {tokenizer.vocabulary} "
@@ -332,6 +342,17 @@ def _encoded(source: str, tokenizer: Tokenizer) -> Iterator[tuple[str, Iterator[
         return
     for name, texts in _documents(source):
         yield name, _pieces(texts, tokenizer)
+
+
+def _shard(path: Path) -> np.ndarray:
+    """The tokens of a shard."""
+    header = np.fromfile(path, dtype=np.int32, count=256)
+    if len(header) < 256 or header[:2].tolist() != [_MAGIC, 1]:
+        raise ValueError(f"data: {path} does not begin as a shard of modded-nanogpt")
+    size = path.stat().st_size
+    if size != 1024 + 2 * int(header[2]):
+        raise ValueError(f"data: {path} must have {header[2]} tokens, got {size - 1024} bytes")
+    return np.fromfile(path, dtype=np.uint16, offset=1024)
 
 
 def _pieces(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
@@ -351,7 +372,7 @@ def _encode(batch: list[str], tokenizer: Tokenizer) -> Iterator[tuple[list[int],
 
 def _documents(source: str) -> Iterator[Document]:
     """The documents of a source that is text."""
-    if source.endswith(".jsonl"):
+    if source.endswith(".jsonl") and Path(source).is_file():
         yield from _lines(Path(source))
         return
     seen: set[bytes] = set()
@@ -359,10 +380,17 @@ def _documents(source: str) -> Iterator[Document]:
         paths = sysconfig.get_paths()
         roots = [paths["stdlib"], paths["purelib"], paths["platlib"], *_SYSTEM]
         roots = [str(Path(root).resolve()) for root in roots]
+        roots += [  # what another Python has, or the one that a virtual environment was made of
+            str(found)
+            for root in roots
+            for inside in ("", "lib/python*/")
+            for name in _PACKAGES
+            for found in sorted(Path(root).glob(inside + name))
+        ]
     else:
         roots = [str(Path(source).resolve())]
     for root in dict.fromkeys(roots):
-        apart = {Path(other) for other in roots if other != root}
+        apart = {Path(other) for other in roots if Path(root) in Path(other).parents}
         for entry in sorted(Path(root).glob("*")):
             if entry not in apart and not entry.is_symlink():
                 yield f"{Path(root).name}/{entry.name}", _texts(entry, apart, seen)
@@ -373,7 +401,10 @@ def _texts(entry: Path, apart: set[Path], seen: set[bytes]) -> Iterator[str]:
     for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
         if not _NAMES.fullmatch(path.name) or apart & set(path.parents) or not path.is_file():
             continue
-        data = path.read_bytes() if path.stat().st_size <= _LARGEST else b""
+        try:
+            data = path.read_bytes() if path.stat().st_size <= _LARGEST else b""
+        except PermissionError:  # the system's own
+            continue
         name = hashlib.sha256(data).digest()
         if not data or name in seen or data.count(b"\n") * _LINE < len(data):
             continue
@@ -388,11 +419,14 @@ def _lines(path: Path) -> Iterator[Document]:
     """Texts of a .jsonl file, joined."""
     joined: list[str] = []
     size = count = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
             try:
                 text = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+                text.encode()  # a lone surrogate is no text
+            except (AttributeError, KeyError, TypeError, ValueError):
                 raise ValueError(f'data: line {number} of {path} has no "text"') from None
             joined.append(f"{text.rstrip()}\n\n")
             size += len(text)

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ BYTES = Tokenizer("bytes")
 
 def lines(i):
     return "".join(f"a{i} = {j}\n" for j in range(150))
+
+
+def header(count):
+    """What a shard of so many tokens begins with."""
+    return np.array([20240520, 1, count, *[0] * 253], dtype=np.int32).tobytes()
 
 
 @pytest.fixture
@@ -102,6 +108,47 @@ def test_the_same_package_in_two_places_is_on_one_side(tmp_path, monkeypatch):
         assert not any(f" {name.removeprefix('package')}\n" in row for row in rows)
 
 
+def test_site_packages_inside_a_place_are_packages_too(tmp_path, monkeypatch):
+    """A virtual environment's Python has packages of its own, of other versions."""
+    inside = {"stdlib": ("stdlib/site-packages", "old"), "venv": ("venv", "new")}
+    inside["local"] = ("local/lib/python3.9/dist-packages", "older")
+    for place, version in inside.values():
+        for i in range(60):
+            package = tmp_path / place / f"package{i}"
+            package.mkdir(parents=True)
+            (package / "a.py").write_text(f"{version} {i}\n" * 200)
+    roots = {"stdlib": "stdlib", "purelib": "venv", "platlib": "venv"}
+    roots = {name: str(tmp_path / place) for name, place in roots.items()}
+    monkeypatch.setattr(tokens.sysconfig, "get_paths", lambda: roots)
+    monkeypatch.setattr(tokens, "_SYSTEM", (str(tmp_path / "local"),))
+    data = token_file("installed", BYTES, tmp_path / "cache", span=1024, held_out=5)
+    assert len(data.documents) == 180
+    kept = {data.documents[i][0].split("/")[1] for i in data.held_out}
+    assert len(kept) == 5
+    batch = data.batches(1, 50, seed=0)
+    steps = round(1 / data.epochs(1, 50, 1))
+    rows = [bytes(batch(step)[0].tolist()).decode() for step in range(steps)]
+    for name in kept:
+        assert not any(f" {name.removeprefix('package')}\n" in row for row in rows)
+
+
+def test_packages_are_read_where_they_lie_inside_the_library(tmp_path, monkeypatch):
+    """As they do without a virtual environment."""
+    library, packages = tmp_path / "local" / "library", tmp_path / "local" / "library" / "packages"
+    for place in (tmp_path / "local", library, packages):
+        for i in range(60):
+            package = place / f"{place.name}{i}"
+            package.mkdir(parents=True)
+            (package / "a.py").write_text(f"{place.name} {i}\n" * 200)
+    roots = {"stdlib": str(library), "purelib": str(packages), "platlib": str(packages)}
+    monkeypatch.setattr(tokens.sysconfig, "get_paths", lambda: roots)
+    monkeypatch.setattr(tokens, "_SYSTEM", (str(tmp_path / "local"),))
+    data = token_file("installed", BYTES, tmp_path / "cache", span=1024, held_out=5)
+    names = [name for name, *_ in data.documents]
+    want = [f"{place}/{place}{i}" for place in ("library", "packages", "local") for i in range(60)]
+    assert sorted(names) == sorted(want)
+
+
 def test_batches_are_the_same_for_all_and_new_in_each_epoch(folder, tmp_path):
     data = build(folder, tmp_path)
     one, two = data.batches(4, 128, seed=0), data.batches(4, 128, seed=0)
@@ -133,6 +180,12 @@ def test_is_found_again_until_it_changes(folder, tmp_path, monkeypatch):
     )
     (folder / "package8" / "a.py").unlink()
     assert len(build(folder, tmp_path).tokens) < len(edited.tokens)
+    (folder / "package9" / "a.py").write_text("older\n" * 400)  # as a copy that keeps its time
+    os.utime(folder / "package9" / "a.py", (0, 0))
+    older = build(folder, tmp_path)
+    assert "older" in text(
+        older, [name for name, *_ in older.documents].index("packages/package9")
+    )
 
 
 def test_a_copy_of_a_source_is_the_same_data(folder, tmp_path):
@@ -184,11 +237,11 @@ def test_reads_lines_and_shards(tmp_path):
 
     shard = tmp_path / "shard.bin"
     ids = np.random.default_rng(0).integers(256, size=60 * 131_072 + 5).astype(np.uint16)
-    shard.write_bytes(np.zeros(256, dtype=np.int32).tobytes() + ids.tobytes())
+    shard.write_bytes(header(len(ids)) + ids.tobytes())
     data = token_file(str(shard), BYTES, tmp_path / "cache", span=65_536, held_out=2)
     assert np.array_equal(data.tokens, ids)
     assert len(data.documents) == 61
-    (tmp_path / "bad.bin").write_bytes(bytes(1024) + np.array([300], dtype=np.uint16).tobytes())
+    (tmp_path / "bad.bin").write_bytes(header(1) + np.array([300], dtype=np.uint16).tobytes())
     with pytest.raises(ValueError, match="data has the token 300"):
         token_file(str(tmp_path / "bad.bin"), BYTES, tmp_path / "cache")
 
@@ -218,3 +271,51 @@ def test_refuses(folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"txt": 1}\n')
     with pytest.raises(ValueError, match=r'line 1 of .* has no "text"'):
         token_file(str(tmp_path / "bad.jsonl"), BYTES, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("single.txt", b"a text\n" * 5000, "data must be installed, a folder, a .jsonl or a .bin"),
+        ("empty.jsonl", b"", "data must have text"),
+        ("blank.jsonl", b"\n\n", "data must have text"),
+        ("null.jsonl", b'{"text": null}\n', 'line 1 of .* has no "text"'),
+        ("number.jsonl", b'\n{"text": 3}\n', 'line 2 of .* has no "text"'),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}\n', 'line 1 of .* has no "text"'),
+        ("latin.jsonl", b'{"text": "\xe4"}\n', 'line 1 of .* has no "text"'),
+        ("cut.jsonl", b'{"text": "a"}\n{"te', 'line 2 of .* has no "text"'),
+        ("empty.bin", b"", "does not begin as a shard"),
+        ("other.bin", bytes(4096), "does not begin as a shard"),
+        ("none.bin", header(0), "data must have text"),
+        ("cut.bin", header(9) + bytes(16), "must have 9 tokens, got 16 bytes"),
+        ("odd.bin", header(9) + bytes(19), "must have 9 tokens, got 19 bytes"),
+    ],
+)
+def test_refuses_a_file_that_is_no_data(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        token_file(str(path), BYTES, tmp_path / "cache")
+
+
+def test_refuses_a_folder_without_text_and_a_broken_tokenizer(tmp_path):
+    for name in ("empty", "empty.jsonl", "empty.bin"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match="data must have text"):
+            token_file(str(tmp_path / name), BYTES, tmp_path / "cache")
+    for content in ("{}", "none"):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=r"tokenizer: .*tokenizer\.json is none"):
+            Tokenizer(str(tmp_path))
+
+
+def test_a_file_that_may_not_be_read_is_left_out(folder, tmp_path, monkeypatch):
+    read = Path.read_bytes
+
+    def refusing(path):
+        if path.name == "single.md":
+            raise PermissionError(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    assert len(build(folder, tmp_path).documents) == 60
