@@ -13,9 +13,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -130,7 +132,7 @@ def train(
         `seconds` of training, and of its first step, which compiles, `first_step_seconds`.
 
     Raises:
-        ValueError: if the folder has the checkpoint of another run.
+        ValueError: if the folder has the checkpoint of another run, or a damaged one.
         FloatingPointError: if the loss is not finite.
         Interrupted: if `seconds` have passed.
     """
@@ -190,13 +192,40 @@ def row_of(folder: Path, settings: Mapping[str, Any]) -> Path | None:
     """The row FOLDER.json if it was made before, else None.
 
     Raises:
-        ValueError: if it was made with other settings.
+        ValueError: if it was made with other settings, or is damaged.
     """
     path = folder.with_name(f"{folder.name}.json")
     if not path.is_file():
         return None
-    _check_same(path, json.loads(path.read_text(encoding="utf-8"))["settings"], settings)
+    _check_same(path, _read(path)["settings"], settings)
     return path
+
+
+def rows_of(folder: Path, *parts: str) -> dict[str, dict[str, Any]]:
+    """The rows in a folder, by the names of their files.
+
+    Args:
+        folder: where they are.
+        parts: what a row has besides its settings.
+
+    Raises:
+        ValueError: if it has none, or a file that is no such row.
+    """
+    rows = {path.stem: _read(path, *parts) for path in sorted(folder.glob("*.json"))}
+    if not rows:
+        raise ValueError(f"folder must hold rows, METHOD-SEED.json, got {folder}")
+    return rows
+
+
+def _read(path: Path, *parts: str) -> dict[str, Any]:
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no row: {error}; remove it") from None
+    for part in ("settings", *parts):
+        if not isinstance(row, dict) or part not in row:
+            raise ValueError(f"{path} is no row of this benchmark: it has no {part}; remove it")
+    return row
 
 
 def finish(folder: Path, row: Mapping[str, Any]) -> Path:
@@ -292,15 +321,37 @@ def _resume(
             group.setdefault("initial_lr", group["lr"])
     if not path.is_file():
         return {"step": 0, "log": [], "seconds": 0.0}
-    state = torch.load(path, map_location=next(model.parameters()).device, weights_only=True)
-    _check_same(path, state["identity"], identity)
-    model.load_state_dict(state["model"])
-    for optimizer, kept in zip(found, state["optimizers"], strict=True):
-        optimizer.load_state_dict(kept)
+    device = next(model.parameters()).device
+    with _named(path):
+        state = torch.load(path, map_location=device, weights_only=True)
+        kept_identity = state["identity"]
+    _check_same(path, kept_identity, identity)
+    with _named(path):
+        model.load_state_dict(state["model"])
+        for optimizer, kept in zip(found, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
     torch.set_rng_state(state["rng"].cpu())
     if state["cuda_rng"] is not None:
         torch.cuda.set_rng_state(state["cuda_rng"].cpu())
     return state
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say in one line which checkpoint cannot be gone on from."""
+    try:
+        yield
+    except (
+        EOFError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        UnpicklingError,
+        ValueError,
+    ) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} cannot be gone on from: {reason}; remove it") from error
 
 
 def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from analysis.plots import COLOURS, by_length, figure, legend
 from analysis.report import markdown_table
+from benchmarks.training import rows_of
 
 Row = dict[str, Any]
 
@@ -18,9 +18,7 @@ def report(folder: Path) -> str:
     Raises:
         ValueError: if it has none, or rows of different models, data or steps.
     """
-    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if not rows:
-        raise ValueError(f"folder must hold rows, got {folder}")
+    rows = list(rows_of(folder, "before").values())
     shared = [
         {key: x for key, x in row["settings"].items() if key not in ("label", "setting", "steps")}
         for row in rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from analysis.plots import curves, figure, legend, total_attention
 from analysis.report import markdown_table
+from benchmarks.training import rows_of
 
 Row = dict[str, Any]
 
@@ -21,9 +21,7 @@ def report(folder: Path) -> str:
     Raises:
         ValueError: if it has none, or rows of different data, sizes or steps.
     """
-    rows = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    if not rows:
-        raise ValueError(f"folder must hold rows, METHOD-SEED.json, got {folder}")
+    rows = rows_of(folder, "validation", "flops_per_token")
     own = ("method", "seed", "horizons")
     settings = [
         {key: x for key, x in row["settings"].items() if key not in own} for row in rows.values()

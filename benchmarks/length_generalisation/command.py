@@ -15,7 +15,7 @@ import argparse
 
 from benchmarks import tokens
 from benchmarks.length_generalisation.methods import METHODS
-from benchmarks.length_generalisation.row import run_row
+from benchmarks.length_generalisation.row import SHORTEST, run_row
 from benchmarks.length_generalisation.tables import report
 from benchmarks.options import (
     add_training_options,
@@ -25,6 +25,7 @@ from benchmarks.options import (
     prints_table,
     read_data,
 )
+from score_mods._checks import integer
 
 
 def main(arguments: list[str]) -> None:
@@ -36,6 +37,9 @@ def main(arguments: list[str]) -> None:
     with in_one_line(parser):
         options.lengths = lengths_of(options.lengths)
         check_counts(options, "needle_sequences", "needles")
+        integer("needle_steps", options.needle_steps, at_least=0)
+        for length in (options.length, *options.lengths):
+            integer("length", length, at_least=SHORTEST)
         data, tokenizer = read_data(options, options.lengths[-1])
         for method in options.method:
             print(run_row(options, method, data, tokenizer))

@@ -23,6 +23,7 @@ from benchmarks.options import identity
 from benchmarks.tokens import TokenFile, Tokenizer
 from benchmarks.training import Schedule, finish, optimizers, row_of, train, train_decoder
 
+SHORTEST = 8  # tokens of a context whose attention is measured
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _ROWS = 64  # queries of a context whose attention is measured
 _NEEDLES = ("needle_steps", "needle_sequences", "needles")
@@ -57,8 +58,9 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
     made = row_of(folder, settings)
     if made is not None:
         return made
+    if options.needle_steps:  # what does not fit raises before anything is trained
+        data.batches(options.needle_sequences, trained, _FINE_TUNING)
     for length in {trained, *lengths} if options.needle_steps else ():
-        # Raises where a question does not fit, before anything is trained.
         needle_sample(tokenizer.encode, torch.zeros(length), length, generator=torch.Generator())
     torch.manual_seed(options.seed)
     model = build(method, size, trained)

@@ -11,6 +11,7 @@ from typing import Any
 from analysis.plots import against, by_length, figure
 from analysis.report import markdown_table
 from benchmarks.length_generalisation.methods import METHODS
+from benchmarks.training import rows_of
 
 Row = dict[str, Any]
 
@@ -29,13 +30,10 @@ def report(folder: Path) -> str:
     """
     rows: dict[str, list[Row]] = {}
     settings = set()
-    for path in sorted(folder.glob("*.json")):
-        row = json.loads(path.read_text(encoding="utf-8"))
+    for row in rows_of(folder, "validation", "attention").values():
         own = ("method", "seed")
         settings.add(json.dumps({k: x for k, x in row["settings"].items() if k not in own}))
         rows.setdefault(row["settings"]["method"], []).append(row)
-    if not rows:
-        raise ValueError(f"folder must hold rows, METHOD-SEED.json, got {folder}")
     if len(settings) > 1:
         raise ValueError(f"rows of {folder} must have the same data, sizes and steps")
     lengths = [str(length) for length in json.loads(settings.pop())["lengths"]]

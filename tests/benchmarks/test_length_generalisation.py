@@ -240,11 +240,17 @@ def test_the_table_has_all_methods_and_leaves_out_what_was_not_run(command, tmp_
         ({"held_out": 70}, "data must have 70 documents"),
         ({"seconds": 0}, "run again to go on"),
         ({"length": 64, "lengths": "64"}, "length must be at least"),
+        ({"needle_steps": -1}, "needle_steps must be at least 0"),
+        ({"needle_sequences": 9999}, "fewer than a batch of 9999"),
+        ({"length": 4, "needle_steps": 0}, "length must be at least 8"),
+        ({"lengths": "4,256", "needle_steps": 0}, "length must be at least 8"),
         ({"device": "cuda:99"}, "device must be cpu on this machine"),
         ({"device": "tpu"}, "device must be cpu or cuda"),
     ],
 )
-def test_refuses_in_one_line(command, capsys, changed, words):
+def test_refuses_in_one_line(command, capsys, monkeypatch, changed, words):
+    if "seconds" not in changed:
+        monkeypatch.setattr(rows, "train_decoder", lambda *args: 1 / 0)
     with pytest.raises(SystemExit) as stopped:
         command("rope", **changed)
     assert stopped.value.code == 1
@@ -262,6 +268,20 @@ def test_the_results_are_those_of_the_rows_that_are_kept(tmp_path):
     lines = [line for line in table.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(METHODS)
     assert set(lines) <= set(results)
+
+
+@pytest.mark.parametrize("content", ["", '{"a"', "[]", '{"settings": {}}', '{"a": 1}'])
+def test_what_is_no_row_is_named(command, tmp_path, capsys, content):
+    path = tmp_path / "out" / "rope-0.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    for run in (lambda: command("rope"), lambda: benchmark.main(["table", str(path.parent)])):
+        with pytest.raises(SystemExit) as stopped:
+            run()
+        assert stopped.value.code == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {path} is ")
+        assert "remove it" in error
 
 
 def test_an_empty_folder_has_no_table(tmp_path, capsys):

@@ -119,6 +119,26 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
+@pytest.mark.parametrize("keep", [0, 10, 1000, -100])
+def test_a_damaged_checkpoint_is_named(tmp_path, keep):
+    run(tmp_path, 3)
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt cannot be gone on from: .+; remove it$"):
+        run(tmp_path, 3)
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    run(tmp_path, 3)
+    path = tmp_path / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    del state["model"]["head.weight"]
+    for other in (state, {"step": 3}):
+        torch.save(other, path)
+        with pytest.raises(ValueError, match=r"cannot be gone on from: .+; remove it$"):
+            run(tmp_path, 3)
+
+
 def test_a_loss_that_is_not_finite_is_an_error(tmp_path):
     weight = torch.ones((), requires_grad=True)
     with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
