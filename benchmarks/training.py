@@ -21,6 +21,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -132,53 +133,59 @@ def train(
         `seconds` of training, and of its first step, which compiles, `first_step_seconds`.
 
     Raises:
-        ValueError: if the folder has the checkpoint of another run, or a damaged one.
+        ValueError: if the folder has the checkpoint of another run, or a damaged one, or is trained
+            in already.
         FloatingPointError: if the loss is not finite.
         Interrupted: if `seconds` have passed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     identity = json.loads(json.dumps(dict(identity)))
-    state = _resume(folder / _CHECKPOINT, identity, model, found)
-    rates = [[group["initial_lr"] for group in optimizer.param_groups] for optimizer in found]
-    log: list[dict[str, float]] = state["log"]
-    began = saved = time.perf_counter()
-    before: float = state["seconds"]
+    with _alone(folder):
+        state = _resume(folder / _CHECKPOINT, identity, model, found)
+        rates = [[group["initial_lr"] for group in optimizer.param_groups] for optimizer in found]
+        log: list[dict[str, float]] = state["log"]
+        began = saved = time.perf_counter()
+        before: float = state["seconds"]
 
-    def save(step: int) -> None:
-        passed = before + time.perf_counter() - began
-        _save(folder / _CHECKPOINT, identity, model, found, step, log, passed)
-        _write_log(folder / "log.csv", log)
-
-    bar = tqdm(range(state["step"], schedule.steps), initial=state["step"], total=schedule.steps)
-    bar.set_description(label)
-    for step in bar:
-        if time.perf_counter() - began > seconds:
-            save(step)
-            raise Interrupted(f"stopped at step {step} of {schedule.steps}; run again to go on")
-        for optimizer, base in zip(found, rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, base, strict=True):
-                group["lr"] = rate * schedule(step)
-        before_step(step)
-        value = loss(step)
-        value.backward()
-        for optimizer in found:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        logged = step % _LOGGED == 0 or step == schedule.steps - 1
-        due = time.perf_counter() - saved > save_every
-        if logged or due:
-            shown = value.item()
-            if not math.isfinite(shown):
-                raise FloatingPointError(f"the loss is {shown} at step {step}")
-        if logged:
+        def save(step: int) -> None:
             passed = before + time.perf_counter() - began
-            log.append({"step": step, "loss": shown, "seconds": passed})
-            bar.set_postfix(loss=f"{shown:.3f}")
-        if due:
-            save(step + 1)
-            saved = time.perf_counter()
-    save(schedule.steps)
+            _save(folder / _CHECKPOINT, identity, model, found, step, log, passed)
+            _write_log(folder / "log.csv", log)
+
+        bar = tqdm(
+            range(state["step"], schedule.steps), initial=state["step"], total=schedule.steps
+        )
+        bar.set_description(label)
+        for step in bar:
+            if time.perf_counter() - began > seconds:
+                save(step)
+                raise Interrupted(
+                    f"stopped at step {step} of {schedule.steps}; run again to go on"
+                )
+            for optimizer, base in zip(found, rates, strict=True):
+                for group, rate in zip(optimizer.param_groups, base, strict=True):
+                    group["lr"] = rate * schedule(step)
+            before_step(step)
+            value = loss(step)
+            value.backward()
+            for optimizer in found:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            logged = step % _LOGGED == 0 or step == schedule.steps - 1
+            due = time.perf_counter() - saved > save_every
+            if logged or due:
+                shown = value.item()
+                if not math.isfinite(shown):
+                    raise FloatingPointError(f"the loss is {shown} at step {step}")
+            if logged:
+                passed = before + time.perf_counter() - began
+                log.append({"step": step, "loss": shown, "seconds": passed})
+                bar.set_postfix(loss=f"{shown:.3f}")
+            if due:
+                save(step + 1)
+                saved = time.perf_counter()
+        save(schedule.steps)
     last = [row["loss"] for row in log[-max(1, len(log) // 10) :]]
     return {
         "loss": sum(last) / len(last) if last else None,
@@ -186,6 +193,20 @@ def train(
         "seconds": log[-1]["seconds"] if log else 0.0,
         "first_step_seconds": log[0]["seconds"] if log else 0.0,
     }
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep a second process from training in a folder, whose checkpoint it would write, too."""
+    lock = FileLock(folder / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder} is trained in by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def row_of(folder: Path, settings: Mapping[str, Any]) -> Path | None:

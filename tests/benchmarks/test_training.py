@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from filelock import FileLock
 
 from benchmarks.training import Interrupted, Schedule, optimizers, train
 
@@ -103,6 +104,15 @@ def test_another_run_is_not_gone_on_with(tmp_path):
     run(tmp_path, 3)
     with pytest.raises(ValueError, match="another run, which differs in lr, run; remove it"):
         run(tmp_path, 3, identity={"run": 2, "lr": 1})
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    with (
+        FileLock(tmp_path / "lock"),
+        pytest.raises(ValueError, match="is trained in by another process"),
+    ):
+        run(tmp_path, 3)
+    run(tmp_path, 3)
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
