@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.decoder import Decoder
-from benchmarks.extension.rows import write_json
+from benchmarks.rows import CHECKPOINT, check_same
 from benchmarks.tokens import TokenFile
 from score_mods._checks import integer, number
 
 _LOGGED = 10  # steps between lines of the log
-_CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ def train(
         `seconds` of training, and of its first step, which compiles, `first_step_seconds`.
 
     Raises:
-        ValueError: if the folder has the checkpoint of another run, or a damaged one, or is trained
-            in already.
+        ValueError: if the folder has a checkpoint of another run or a damaged one, or another
+            process trains in it.
         FloatingPointError: if the loss is not finite.
         Interrupted: if `seconds` have passed.
     """
@@ -142,7 +141,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     identity = json.loads(json.dumps(dict(identity)))
     with _alone(folder):
-        state = _resume(folder / _CHECKPOINT, identity, model, found)
+        state = _resume(folder / CHECKPOINT, identity, model, found)
         rates = [[group["initial_lr"] for group in optimizer.param_groups] for optimizer in found]
         log: list[dict[str, float]] = state["log"]
         began = saved = time.perf_counter()
@@ -150,7 +149,7 @@ def train(
 
         def save(step: int) -> None:
             passed = before + time.perf_counter() - began
-            _save(folder / _CHECKPOINT, identity, model, found, step, log, passed)
+            _save(folder / CHECKPOINT, identity, model, found, step, log, passed)
             _write_log(folder / "log.csv", log)
 
         bar = tqdm(
@@ -202,60 +201,11 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(f"{folder} is trained in by another process") from None
+        raise ValueError(f"another process trains in {folder}") from None
     try:
         yield
     finally:
         lock.release()
-
-
-def row_of(folder: Path, settings: Mapping[str, Any]) -> Path | None:
-    """The row FOLDER.json if it was made before, else None.
-
-    Raises:
-        ValueError: if it was made with other settings, or is damaged.
-    """
-    path = folder.with_name(f"{folder.name}.json")
-    if not path.is_file():
-        return None
-    _check_same(path, _read(path)["settings"], settings)
-    return path
-
-
-def rows_of(folder: Path, *parts: str) -> dict[str, dict[str, Any]]:
-    """The rows in a folder, by the names of their files.
-
-    Args:
-        folder: where they are.
-        parts: what a row has besides its settings.
-
-    Raises:
-        ValueError: if it has none, or a file that is no such row.
-    """
-    rows = {path.stem: _read(path, *parts) for path in sorted(folder.glob("*.json"))}
-    if not rows:
-        raise ValueError(f"folder must hold rows, METHOD-SEED.json, got {folder}")
-    return rows
-
-
-def _read(path: Path, *parts: str) -> dict[str, Any]:
-    try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no row: {error}; remove it") from None
-    for part in ("settings", *parts):
-        if not isinstance(row, dict) or part not in row:
-            raise ValueError(f"{path} is no row of this benchmark: it has no {part}; remove it")
-    return row
-
-
-def finish(folder: Path, row: Mapping[str, Any]) -> Path:
-    """Write a row to FOLDER.json, and remove the checkpoints in the folder; returns the file."""
-    path = folder.with_name(f"{folder.name}.json")
-    write_json(path, row)
-    for checkpoint in folder.rglob(_CHECKPOINT):
-        checkpoint.unlink()
-    return path
 
 
 def train_decoder(
@@ -346,7 +296,7 @@ def _resume(
     with _named(path):
         state = torch.load(path, map_location=device, weights_only=True)
         kept_identity = state["identity"]
-    _check_same(path, kept_identity, identity)
+    check_same(path, kept_identity, identity)
     with _named(path):
         model.load_state_dict(state["model"])
         for optimizer, kept in zip(found, state["optimizers"], strict=True):
@@ -373,16 +323,6 @@ def _named(path: Path) -> Iterator[None]:
     ) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path} cannot be gone on from: {reason}; remove it") from error
-
-
-def _check_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    wanted = json.loads(json.dumps(dict(wanted)))
-    differing = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
-    if differing:
-        raise ValueError(
-            f"{path} is of another run, which differs in {', '.join(differing)}; "
-            "remove it, or name another folder"
-        )
 
 
 def _save(

@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from analysis.calibration import plain_rope
 from analysis.huggingface import load
-from benchmarks.extension.rows import Calibrations, digest
+from benchmarks.extension.rows import Calibrations
 from benchmarks.extension.run import refuse_caps
 from benchmarks.extension.scores import token_losses
 from benchmarks.extension.settings import Setting, Trained
 from benchmarks.machine import machine
+from benchmarks.rows import digest, finish, row_of
 from benchmarks.tokens import TokenFile
-from benchmarks.training import Schedule, accumulated, finish, row_of, train
+from benchmarks.training import Schedule, accumulated, train
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _AT_ONCE = 2048  # tokens whose logits exist at once

@@ -7,7 +7,7 @@ from typing import Any
 
 from analysis.plots import COLOURS, by_length, figure, legend
 from analysis.report import markdown_table
-from benchmarks.training import rows_of
+from benchmarks.rows import rows_of
 
 Row = dict[str, Any]
 

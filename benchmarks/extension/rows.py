@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -14,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from analysis.calibration import Calibration, calibrate
+from benchmarks.rows import digest, read_row, write_json
 from score_mods.huggingface import patch_rotary
 from score_mods.rotary import Rotary
 
@@ -33,7 +32,7 @@ class Rows:
     def find(self, settings: Mapping[str, Any]) -> Row | None:
         """The row with exactly these settings, if there is one."""
         path = self._path(settings)
-        return json.loads(path.read_text()) if path.is_file() else None
+        return read_row(path) if path.is_file() else None
 
     def save(self, settings: Mapping[str, Any], row: Row) -> Row:
         """Write a row, and return it with its settings."""
@@ -43,24 +42,12 @@ class Rows:
 
     def all(self) -> list[Row]:
         """All rows, in the order of their files' names."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+        return [read_row(path) for path in sorted(self.folder.glob("*.json"))]
 
     def _path(self, settings: Mapping[str, Any]) -> Path:
         named = f"{settings['label']}-{settings['text']}-{settings['length']}"
         name = re.sub(r"[^\w.=*,-]+", "_", named)[:120]
         return self.folder / f"{name}-{digest(settings)}.json"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-def digest(value: Any) -> str:
-    """Twelve hexadecimal digits that tell JSON values apart."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Calibrations:

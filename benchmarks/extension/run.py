@@ -14,10 +14,11 @@ import torch
 
 from analysis.calibration import plain_rope
 from analysis.huggingface import load
-from benchmarks.extension.rows import Calibrations, digest
+from benchmarks.extension.rows import Calibrations
 from benchmarks.extension.settings import Setting, Trained, parse
 from benchmarks.extension.texts import Text, read
 from benchmarks.machine import device_of
+from benchmarks.rows import digest
 from score_mods._captured import Mod
 from score_mods._checks import integer
 

@@ -20,8 +20,9 @@ from benchmarks.machine import machine
 from benchmarks.mixers import Positions, SoftmaxAttention
 from benchmarks.options import identity
 from benchmarks.recurrent_mixers import LinearAttention, PowerMixer, equal_window, mixing_flops
+from benchmarks.rows import finish, row_of
 from benchmarks.tokens import TokenFile
-from benchmarks.training import finish, row_of, train_decoder
+from benchmarks.training import train_decoder
 
 METHODS = {
     "softmax": "softmax attention over the whole context",

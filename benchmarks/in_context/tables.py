@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis.plots import curves, figure, legend, total_attention
 from analysis.report import markdown_table
-from benchmarks.training import rows_of
+from benchmarks.rows import rows_of
 
 Row = dict[str, Any]
 

@@ -20,8 +20,9 @@ from benchmarks.machine import machine
 from benchmarks.mixers import ScaleInvariantAttention
 from benchmarks.needle import NeedleSample, needle_accuracy, needle_sample
 from benchmarks.options import identity
+from benchmarks.rows import finish, row_of
 from benchmarks.tokens import TokenFile, Tokenizer
-from benchmarks.training import Schedule, finish, optimizers, row_of, train, train_decoder
+from benchmarks.training import Schedule, optimizers, train, train_decoder
 
 SHORTEST = 8  # tokens of a context whose attention is measured
 LAST = 1024  # tokens at the end of a context whose loss is given by itself

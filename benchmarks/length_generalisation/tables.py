@@ -11,7 +11,7 @@ from typing import Any
 from analysis.plots import against, by_length, figure
 from analysis.report import markdown_table
 from benchmarks.length_generalisation.methods import METHODS
-from benchmarks.training import rows_of
+from benchmarks.rows import rows_of
 
 Row = dict[str, Any]
 

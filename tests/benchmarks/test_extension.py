@@ -394,6 +394,10 @@ def test_rows_are_found_by_their_settings(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         rows.save(settings | {"last": 6}, {"loss": [math.nan]})
     assert rows.find(settings | {"last": 6}) is None
+    (path,) = tmp_path.glob("*.json")
+    path.write_text(path.read_text()[:20])
+    with pytest.raises(ValueError, match="is no row: .*; remove it"):
+        rows.find(settings)
 
 
 def test_calibrations_are_measured_once_for_each_scheme(tmp_path, monkeypatch):

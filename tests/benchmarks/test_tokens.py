@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import tokens
+from benchmarks import documents, tokens
 from benchmarks.tokens import Tokenizer, token_file
 
 BYTES = Tokenizer("bytes")
@@ -96,8 +96,8 @@ def test_the_same_package_in_two_places_is_on_one_side(tmp_path, monkeypatch):
             package.mkdir(parents=True)
             (package / "a.py").write_text(f"{place} {i}\n" * 200)
     roots = {name: str(tmp_path / "first") for name in ("stdlib", "purelib", "platlib")}
-    monkeypatch.setattr(tokens.sysconfig, "get_paths", lambda: roots)
-    monkeypatch.setattr(tokens, "_SYSTEM", (str(tmp_path / "second"),))
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: roots)
+    monkeypatch.setattr(documents, "_SYSTEM", (str(tmp_path / "second"),))
     data = token_file("installed", BYTES, tmp_path / "cache", span=1024, held_out=5)
     assert len(data.documents) == 120
     kept = {data.documents[i][0].split("/")[1] for i in data.held_out}
@@ -119,8 +119,8 @@ def test_site_packages_inside_a_place_are_packages_too(tmp_path, monkeypatch):
             (package / "a.py").write_text(f"{version} {i}\n" * 200)
     roots = {"stdlib": "stdlib", "purelib": "venv", "platlib": "venv"}
     roots = {name: str(tmp_path / place) for name, place in roots.items()}
-    monkeypatch.setattr(tokens.sysconfig, "get_paths", lambda: roots)
-    monkeypatch.setattr(tokens, "_SYSTEM", (str(tmp_path / "local"),))
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: roots)
+    monkeypatch.setattr(documents, "_SYSTEM", (str(tmp_path / "local"),))
     data = token_file("installed", BYTES, tmp_path / "cache", span=1024, held_out=5)
     assert len(data.documents) == 180
     kept = {data.documents[i][0].split("/")[1] for i in data.held_out}
@@ -141,8 +141,8 @@ def test_packages_are_read_where_they_lie_inside_the_library(tmp_path, monkeypat
             package.mkdir(parents=True)
             (package / "a.py").write_text(f"{place.name} {i}\n" * 200)
     roots = {"stdlib": str(library), "purelib": str(packages), "platlib": str(packages)}
-    monkeypatch.setattr(tokens.sysconfig, "get_paths", lambda: roots)
-    monkeypatch.setattr(tokens, "_SYSTEM", (str(tmp_path / "local"),))
+    monkeypatch.setattr(documents.sysconfig, "get_paths", lambda: roots)
+    monkeypatch.setattr(documents, "_SYSTEM", (str(tmp_path / "local"),))
     data = token_file("installed", BYTES, tmp_path / "cache", span=1024, held_out=5)
     names = [name for name, *_ in data.documents]
     want = [f"{place}/{place}{i}" for place in ("library", "packages", "local") for i in range(60)]

@@ -109,7 +109,7 @@ def test_another_run_is_not_gone_on_with(tmp_path):
 def test_two_processes_do_not_train_in_one_folder(tmp_path):
     with (
         FileLock(tmp_path / "lock"),
-        pytest.raises(ValueError, match="is trained in by another process"),
+        pytest.raises(ValueError, match="another process trains in"),
     ):
         run(tmp_path, 3)
     run(tmp_path, 3)
