@@ -16,6 +16,7 @@ from benchmarks.decoder import Size
 from benchmarks.machine import device_of
 from benchmarks.tokens import TokenFile, Tokenizer, token_file
 from benchmarks.training import Interrupted
+from score_mods._checks import integer
 
 _COUNTS = ("sequences", "micro", "length", "held_out")
 
@@ -52,8 +53,9 @@ def add_training_options(
 
 
 def check_counts(options: argparse.Namespace, *names: str) -> None:
-    """Raise a ValueError for a count below 1, here or in common, or for no such device."""
+    """Raise a ValueError for a count below 1, here or in common, or a wrong seed or device."""
     device_of(options.device)
+    integer("data_seed", options.data_seed, at_least=0)
     for name in (*_COUNTS, *names):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")

@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> None:
     with in_one_line(parser):
         device_of(options.device)
         options.lengths = lengths_of(options.lengths)
-        integer("steps", options.steps, 0)
+        for name in ("steps", "data_seed"):
+            integer(name, getattr(options, name), 0)
         for name in ("sequences", "micro", "length", "held_out"):
             integer(name, getattr(options, name))
         if not 0 < options.rate < math.inf:

@@ -396,7 +396,7 @@ def test_rows_are_found_by_their_settings(tmp_path):
     assert rows.find(settings | {"last": 6}) is None
     (path,) = tmp_path.glob("*.json")
     path.write_text(path.read_text()[:20])
-    with pytest.raises(ValueError, match="is no row: .*; remove it"):
+    with pytest.raises(ValueError, match=r"is no row: .*; remove it"):
         rows.find(settings)
 
 

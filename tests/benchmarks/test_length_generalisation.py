@@ -237,6 +237,7 @@ def test_the_table_has_all_methods_and_leaves_out_what_was_not_run(command, tmp_
         ({"tokenizer": "/nowhere"}, "tokenizer must be bytes"),
         ({"width": 33}, "width must be a multiple of head_dim"),
         ({"micro": 0}, "micro must be at least 1"),
+        ({"data_seed": -1}, "data_seed must be at least 0"),
         ({"held_out": 70}, "data must have 70 documents"),
         ({"seconds": 0}, "run again to go on"),
         ({"length": 64, "lengths": "64"}, "length must be at least"),
