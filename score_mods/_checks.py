@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def kind_of(value: Any) -> Any:
@@ -54,10 +57,15 @@ def floating(name: str, value: Tensor, *axes: str) -> Tensor:
 
 
 def positions_of_shape(positions: Tensor, *shapes: tuple[int, ...]) -> Tensor:
-    """`positions`, if they are an integer tensor of one of these shapes."""
-    if not isinstance(positions, Tensor) or positions.is_floating_point():
+    """`positions`, if they are an integer tensor of one of these shapes, as int64."""
+    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
         raise TypeError(f"positions must be an integer tensor, got {kind_of(positions)}")
-    if positions.shape not in shapes:
+    if not any(fits(positions.shape, shape) for shape in shapes):
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"positions must have shape {wanted}, got {tuple(positions.shape)}")
-    return positions
+    return positions.long()
+
+
+def fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether the shapes are equal, size by size: torch.compile finds none in a tuple of them."""
+    return len(shape) == len(wanted) and all(a == b for a, b in zip(shape, wanted, strict=True))

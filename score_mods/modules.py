@@ -235,7 +235,7 @@ class FlexSelfAttention(nn.Module):
             raise ValueError('FlexAttention joins no compiled model on a CPU; use impl="dense"')
         B, T, _ = x.shape
         if positions is not None:
-            positions_of_shape(positions, (T,), (B, T))
+            positions = positions_of_shape(positions, (T,), (B, T))
         mask = self.mask_mod if mask_mod is None else mask_mod
         if mask is not None and not isinstance(mask, BlockMask):
             check_mask_mod(mask)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from score_mods._checks import floating, integer, kind_of, number
+from score_mods._checks import fits, floating, integer, kind_of, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class Rotary:
         self._check(x)
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device)
-        if positions.shape not in (x.shape[2:3], (x.shape[0], x.shape[2])):
+        if not any(fits(positions.shape, y) for y in (x.shape[2:3], (x.shape[0], x.shape[2]))):
             raise ValueError(
                 f"positions must have shape ({x.shape[2]},) or ({x.shape[0]}, {x.shape[2]}), "
                 f"got {tuple(positions.shape)}"

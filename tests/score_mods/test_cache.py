@@ -105,6 +105,16 @@ def test_positions_that_do_not_ascend_are_an_error(sliding, positions):
     cache.update(*tokens(2), torch.tensor([[2, 5], [-1, 3]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_positions_of_any_integer_dtype(dtype):
+    k, v = tokens(3)
+    cache = KVCache(B, H, 4, D)
+    keys, _, positions = cache.update(k, v, torch.arange(3).to(dtype))
+    assert torch.equal(keys[:, :, :3], k)
+    assert positions.tolist() == [[0, 1, 2, -1]] * B
+    assert cache.lengths.tolist() == [3, 3]
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="dtype must be a floating dtype, got torch"):
         KVCache(1, 1, 1, 1, dtype=torch.int32)
@@ -124,6 +134,8 @@ def test_bad_arguments_are_named():
         cache.update(k, [v])
     with pytest.raises(TypeError, match="positions must be an integer tensor, got torch"):
         cache.update(k, v, torch.ones(3))
+    with pytest.raises(TypeError, match=r"positions must be an integer tensor, got torch\.bool"):
+        cache.update(k, v, torch.tensor([False, True, True]))
     with pytest.raises(ValueError, match=r"positions must have shape \(3,\) or \(2, 3\)"):
         cache.update(k, v, torch.arange(2))
     with pytest.raises(ValueError, match=r"use torch.no_grad\(\)"):

@@ -229,6 +229,20 @@ def test_compiles_whole_and_is_not_compiled_again_while_decoding():
     assert len(set(graphs)) == 1
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("two", [False, True])
+def test_positions_after_lengths_have_varied(two):
+    layer, x, t = make(), torch.randn(2, 30, DIM), torch.arange(30)
+    positions = torch.stack([t, 2 * t]) if two else 2 * t
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for length in (9, 30):
+        compiled(x[:, :length])
+    for length in (30, 9):
+        at = positions[..., :length]
+        out = compiled(x[:, :length], at)
+        assert (out - layer(x[:, :length], at)).abs().max() < 1e-6
+
+
 def test_activation_checkpointing():
     layer, x = make(), torch.randn(2, 20, DIM)
     again = checkpoint(layer, x, use_reentrant=False)
