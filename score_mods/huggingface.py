@@ -52,6 +52,7 @@ class _Positions:
         shift: both as 0-d tensors on the model's device.
         q_table, kv_table: positions of queries and keys, `(B, T)`, where there is padding.
         plain: whether the mask is nothing but causal.
+        packed: positions in packed documents, `(B, T)`, for models that hand on no `position_ids`.
         seen: the score_mods that were asked for `at` these positions, by their ids.
     """
 
@@ -61,6 +62,7 @@ class _Positions:
     q_table: Tensor | None
     kv_table: Tensor | None
     plain: bool
+    packed: Tensor | None = None
     seen: dict[int, Mod] = field(default_factory=dict, init=False)
 
     def at(self, score_mod: Mod) -> Mod:
@@ -89,9 +91,9 @@ def register(
 
     The model's own mask, scale, grouped heads, softcap (before the score_mod) and sinks are kept.
     Positions are those of the tokens: of padding nothing is counted, and packed documents start
-    again at 0 where the model hands on `position_ids`, without a cache (`use_cache=False`):
-    transformers looks for them there alone. Under autocast, queries, keys and values are cast to
-    its dtype.
+    again at 0, without a cache (`use_cache=False`): transformers looks for them there alone. A
+    compiled model has to hand on `position_ids` to its layers for that. Under autocast, queries,
+    keys and values are cast to its dtype.
 
     Args:
         name: for `from_pretrained(..., attn_implementation=name)` and
@@ -201,7 +203,8 @@ def register(
         else:
             if late is not None:
                 q_at, kv_at = _tables(at, query, key)
-                rotary = late(int(at.q_offset) + query.shape[2])
+                length = int(at.q_offset) + query.shape[2]
+                rotary = late(length if at.q_table is None else int(q_at.max()) + 1)
                 query, key = rotary(query, q_at), rotary(key, kv_at)
             mask = causal if at.plain else attention_mask
             out = attention(query, key, value, mod, mask, backend=backend, **options)
@@ -296,8 +299,23 @@ def _mask(
             torch.device(device),
             compute_q_blocks=torch.is_grad_enabled(),
         )
-    block_mask.positions = _Positions(q_offset, kv_offset, shift, q_table, kv_table, plain)  # type: ignore[attr-defined]
+    block_mask.positions = _Positions(  # type: ignore[attr-defined]
+        q_offset, kv_offset, shift, q_table, kv_table, plain, _packed(mask_function)
+    )
     return block_mask
+
+
+def _packed(mask_function: Mod) -> Tensor | None:
+    """Each token's position in its document, where transformers has found packed ones."""
+    if torch.compiler.is_compiling():
+        return None
+    for part in within(mask_function):
+        if getattr(part, "__qualname__", "").startswith("packed_sequence_mask_function."):
+            numbers = next(x for x in within(part) if isinstance(x, Tensor))
+            index = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+            first = nn.functional.pad(numbers.diff(dim=1) != 0, (1, 0), value=True)
+            return index - torch.where(first, index, 0).cummax(1).values
+    return None
 
 
 def _real(real: Tensor) -> Mod:
@@ -323,9 +341,11 @@ def _positions(
     if at.plain or at.q_table is not None or not (starts_at_zero and same):
         return at
     # Transformers looks for packed documents in position_ids, and its mask is then not plain.
-    if position_ids is None or position_ids.ndim != 2:
+    given = position_ids is not None and position_ids.ndim == 2
+    table = position_ids if given else at.packed
+    if table is None:
         return at
-    table = position_ids.expand(query.shape[0], -1)
+    table = table.expand(query.shape[0], -1)
     return replace(at, q_table=table, kv_table=table)
 
 

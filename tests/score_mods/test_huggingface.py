@@ -72,6 +72,20 @@ def gpt_oss():
     return model
 
 
+def llama4():
+    """Its layers are not told `position_ids`."""
+    return made(
+        transformers.Llama4TextConfig(
+            **SIZES,
+            attention_chunk_size=WINDOW,
+            layer_types=["chunked_attention", "full_attention"],
+            intermediate_size_mlp=32,
+            num_local_experts=2,
+            moe_layers=[],
+        )
+    )
+
+
 MODELS = {"llama": llama, "mistral": mistral, "gemma2": gemma2, "gpt_oss": gpt_oss}
 
 # Each mechanism twice: as a score_mod, and as a formula of the score s, the distance t, the number
@@ -212,8 +226,8 @@ def test_left_padded_batch_equals_single_sequences(kind, cache):
 
 def test_packed_documents_equal_single_sequences():
     register("absolute", absolute(), impl="dense")
-    for model in (llama(), mistral()):
-        tokens = sample(1, 20)
+    for model in (llama(), mistral(), llama4()):
+        tokens = sample(2, 20)
         positions = torch.cat([torch.arange(13), torch.arange(7)])[None]
         got = logits(model, "absolute", tokens, position_ids=positions, use_cache=False)
         for at in (slice(0, 13), slice(13, 20)):
@@ -392,6 +406,21 @@ def test_patch_rotary_late_dynamic_ntk():
     steps = model.generate(tokens[:, :10], max_new_tokens=12, do_sample=False)
     for t in range(10, steps.shape[1]):
         assert logits(model, "scale_invariant", steps[:, :t])[0, -1].argmax() == steps[0, t]
+
+
+def test_patch_rotary_late_dynamic_ntk_counts_tokens():
+    """The length is that of the longest sequence or document, without padding."""
+    model, tokens = llama(), sample(1, 30)
+    patch_rotary(model, lambda length: sm.dynamic_ntk_rope(16, length, 10))
+    alone = logits(model, "scale_invariant", tokens)
+    for padding in ((7, 0), (0, 7)):
+        padded = torch.nn.functional.pad(tokens, padding)
+        got = logits(model, "scale_invariant", padded, attention_mask=(padded > 0).long())
+        assert (got[:, padding[0] :][:, :30] - alone).abs().max() < 1e-9
+    positions = torch.cat([torch.arange(20), torch.arange(10)])[None]
+    got = logits(model, "scale_invariant", tokens, position_ids=positions, use_cache=False)
+    longest = logits(model, "scale_invariant", tokens[:, :20])
+    assert (got[:, :20] - longest).abs().max() < 1e-9
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
