@@ -138,6 +138,21 @@ def described(mod: F, name: str, *captured: Any) -> F:
     return mod
 
 
+def arguments_of(mod: Any) -> int | None:
+    """How many positional arguments without a default a plain function has; None for others."""
+    if not isinstance(mod, types.FunctionType):
+        return None
+    return mod.__code__.co_argcount - len(mod.__defaults__ or ())
+
+
+def named(mod: Any) -> str:
+    """What to call `mod` in a message."""
+    count = arguments_of(mod)
+    if count is None:
+        return type(mod).__name__
+    return {4: "a mask_mod", 5: "a score_mod"}.get(count, f"a function of {count} arguments")
+
+
 def is_mask_mod(mod: Callable[..., Any], name: str = "mod") -> bool:
     """Whether `mod` is a mask_mod rather than a score_mod.
 
@@ -147,28 +162,27 @@ def is_mask_mod(mod: Callable[..., Any], name: str = "mod") -> bool:
     Raises:
         TypeError: if it is neither.
     """
-    count = None
-    if isinstance(mod, types.FunctionType):
-        count = mod.__code__.co_argcount - len(mod.__defaults__ or ())
+    count = arguments_of(mod)
     if count not in (4, 5):
-        got = type(mod).__name__ if count is None else f"a function of {count} arguments"
         raise TypeError(
             f"{name} must be a score_mod (score, b, h, q_idx, kv_idx) or a mask_mod "
-            f"(b, h, q_idx, kv_idx), got {got}"
+            f"(b, h, q_idx, kv_idx), got {named(mod)}"
         )
     return count == 4
 
 
 def check_score_mod(mod: Callable[..., Any], name: str = "score_mod") -> None:
     """Raise TypeError if `mod` is no score_mod."""
-    if is_mask_mod(mod, name):
-        raise TypeError(f"{name} must be a score_mod (score, b, h, q_idx, kv_idx), got a mask_mod")
+    if arguments_of(mod) != 5:
+        raise TypeError(
+            f"{name} must be a score_mod (score, b, h, q_idx, kv_idx), got {named(mod)}"
+        )
 
 
 def check_mask_mod(mod: Callable[..., Any], name: str = "mask_mod") -> None:
     """Raise TypeError if `mod` is no mask_mod."""
-    if not is_mask_mod(mod, name):
-        raise TypeError(f"{name} must be a mask_mod (b, h, q_idx, kv_idx), got a score_mod")
+    if arguments_of(mod) != 4:
+        raise TypeError(f"{name} must be a mask_mod (b, h, q_idx, kv_idx), got {named(mod)}")
 
 
 def within(captured: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ and in packed documents alike.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from score_mods._captured import Mod, check_mask_mod, is_mask_mod, kept, to_device, within
+from score_mods._captured import Mod, arguments_of, check_mask_mod, kept, named, to_device, within
 from score_mods.attention import attention, check_impl
 from score_mods.combine import compose, with_offset, with_positions
 from score_mods.late_rotary import (
@@ -38,6 +39,7 @@ from score_mods.sinks import attention_sink
 from score_mods.softcap import softcap as softcap_mod
 from score_mods.two_branch import TwoBranch
 
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _registered: set[str] = set()
 _guards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -126,8 +128,7 @@ def register(
     check_impl(impl, backend)
     if mask_mod is not None:
         check_mask_mod(mask_mod)
-    code = getattr(score_mod, "__code__", None)
-    by_layer = code is not None and code.co_argcount == 1
+    by_layer = _is_by_layer(score_mod)
     if not by_layer:
         _checked(score_mod)
     mods: dict[tuple[int | None, float | None], Mod | None] = {}
@@ -226,11 +227,21 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def _is_by_layer(score_mod: Any) -> bool:
+    """Whether it is a callable of one argument, besides those that have defaults."""
+    try:
+        arguments = inspect.signature(score_mod).parameters.values()
+    except (TypeError, ValueError):  # not callable, or callable without a signature
+        return False
+    needed = [x for x in arguments if x.default is x.empty]
+    return len(needed) == 1 and needed[0].kind in _POSITIONAL
+
+
 def _checked(score_mod: Any) -> Mod | None:
-    if score_mod is not None and is_mask_mod(score_mod, "score_mod"):
+    if score_mod is not None and arguments_of(score_mod) != 5:
         raise TypeError(
             "score_mod must be a score_mod (score, b, h, q_idx, kv_idx), None or a function of "
-            "the layer's index, got a mask_mod"
+            f"the layer's index, got {named(score_mod)}"
         )
     return score_mod
 

@@ -17,7 +17,15 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._device import DeviceContext
 
-from score_mods._captured import Mod, check_mask_mod, described, is_mask_mod, to_device, within
+from score_mods._captured import (
+    Mod,
+    arguments_of,
+    check_mask_mod,
+    described,
+    named,
+    to_device,
+    within,
+)
 from score_mods._checks import floating, integer, number, positions_of_shape
 from score_mods.attention import attention, check_impl
 from score_mods.cache import KVCache
@@ -149,8 +157,9 @@ class FlexSelfAttention(nn.Module):
 
         Raises:
             TypeError: if an argument has the wrong type.
-            ValueError: if sizes do not divide, or `score_mod` captures a tensor that requires
-                grad, which would not be a parameter of the module.
+            ValueError: if sizes do not divide, `rotary` is for more channels than a head has, or
+                `score_mod` captures a tensor that requires grad, which would not be a parameter
+                of the module.
         """
         super().__init__()
         heads = integer("num_heads", num_heads)
@@ -162,8 +171,11 @@ class FlexSelfAttention(nn.Module):
                 f"num_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}"
             )
         if not isinstance(score_mod, Learnable) and score_mod is not None:
-            if is_mask_mod(score_mod, "score_mod"):
-                raise TypeError("score_mod must be a score_mod or a Learnable, got a mask_mod")
+            if arguments_of(score_mod) != 5:
+                raise TypeError(
+                    "score_mod must be a score_mod (score, b, h, q_idx, kv_idx) or a Learnable, "
+                    f"got {named(score_mod)}"
+                )
             if any(isinstance(x, Tensor) and x.requires_grad for x in within(score_mod)):
                 raise ValueError(
                     "score_mod captures a tensor that requires grad and would be no parameter of "
@@ -173,6 +185,13 @@ class FlexSelfAttention(nn.Module):
             check_mask_mod(mask_mod)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+        if rotary is not None and 2 * len(rotary.frequencies) > dim // heads:
+            raise ValueError(
+                f"rotary must be for the {dim // heads} channels of a head at most, "
+                f"got {2 * len(rotary.frequencies)}"
+            )
+        if not isinstance(qk_norm, bool):
+            raise TypeError(f"qk_norm must be a bool, got {type(qk_norm).__name__}")
         check_impl(impl)
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim // heads
         self.score_mod, self.mask_mod, self.rotary = score_mod, mask_mod, rotary

@@ -1,5 +1,6 @@
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -152,11 +153,25 @@ def test_full_pass_equals_the_formula(kind, name):
         assert (logits(model, "eager", tokens) - expected).abs().max() < 1e-4
 
 
-def test_chosen_by_layer():
-    def choose(layer):
-        return None if layer == 0 else sm.scale_invariant(TAU)
+def choose(layer, tau=TAU):
+    return None if layer == 0 else sm.scale_invariant(tau)
 
-    register("by_layer", choose, impl="dense")
+
+class Chosen:
+    def __call__(self, layer):
+        return choose(layer)
+
+    def of(self, layer, *, tau=TAU):
+        return choose(layer, tau)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [lambda i: choose(i), choose, partial(choose, tau=TAU), Chosen(), Chosen().of],
+    ids=["function", "default", "partial", "object", "method"],
+)
+def test_chosen_by_layer(chosen):
+    register("by_layer", chosen, impl="dense")
     model, tokens = llama(), sample(1, 20)
     got = logits(model, "by_layer", tokens)
 
@@ -333,8 +348,11 @@ def test_what_is_not_supported_says_so():
         register("other", None, backend="fast")
     with pytest.raises(TypeError, match="got a mask_mod"):
         register("other", sm.causal)
-    with pytest.raises(TypeError, match="got float"):
-        register("other", 10.0)
+    for wrong, got in ((10.0, "float"), (sm.logn, "a function of 0"), (lambda s, q: s, "of 2")):
+        with pytest.raises(
+            TypeError, match=f"None or a function of the layer's index, got .*{got}"
+        ):
+            register("other", wrong)
     with pytest.raises(TypeError, match="mask_mod must be a mask_mod"):
         register("other", None, mask_mod=sm.logn())
     register("wrong_by_layer", lambda layer: sm.causal, impl="dense")

@@ -330,6 +330,9 @@ def test_a_module_on_the_meta_device_keeps_what_its_mods_capture():
     assert torch.equal(layer(x), expected)
 
 
+BLOCK_MASK = sm.create_block_mask(sm.causal, None, None, 3, 3)
+
+
 def bad(name, error, message, **changes):
     return pytest.param(changes, error, message, id=name)
 
@@ -341,7 +344,11 @@ def bad(name, error, message, **changes):
         bad("groups", ValueError, "num_heads must be a multiple", num_kv_heads=3),
         bad("mask for mod", TypeError, "score_mod must be a score_mod", score_mod=sm.causal),
         bad("mod for mask", TypeError, "mask_mod must be a mask_mod", mask_mod=sm.alibi(H)),
+        bad("neither", TypeError, r"or a Learnable, got a function of 0", score_mod=sm.logn),
+        bad("no mask", TypeError, r"mask_mod .*kv_idx\), got BlockMask", mask_mod=BLOCK_MASK),
         bad("rotary", TypeError, "rotary must be a Rotary", rotary=10000.0),
+        bad("size", ValueError, "16 channels of a head at most, got 32", rotary=sm.rope(2 * D)),
+        bad("norm", TypeError, "qk_norm must be a bool, got str", qk_norm="no"),
         bad("impl", ValueError, "impl must be", impl="fast"),
         bad("sink", TypeError, "sink must be a number", sink="one"),
         bad(
@@ -385,9 +392,8 @@ def test_bad_learnables_and_inputs_are_named():
         make()(torch.zeros(0, 3, DIM))
     with pytest.raises(ValueError, match="cache must be for a batch of 2, got 1"):
         make()(torch.zeros(2, 3, DIM), cache=KVCache(1, H_KV, 9, D))
-    block_mask = sm.create_block_mask(sm.causal, None, None, 3, 3)
     with torch.no_grad(), pytest.raises(ValueError, match="got a BlockMask"):
-        make()(torch.zeros(2, 3, DIM), cache=KVCache(2, H_KV, 9, D), mask_mod=block_mask)
+        make()(torch.zeros(2, 3, DIM), cache=KVCache(2, H_KV, 9, D), mask_mod=BLOCK_MASK)
 
 
 def test_what_flex_cannot_do_on_a_cpu_names_the_dense_form():
