@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.huggingface import LayerQK, capture
+from analysis.huggingface import LayerQK, capture, check_model
 from analysis.invariance import judge
 from analysis.measure import measure
 from score_mods import (
@@ -33,6 +33,7 @@ from score_mods import (
 from score_mods._captured import Mod, at_head, described, parameter
 from score_mods._checks import integer, kind_of, number
 from score_mods.huggingface import patch_rotary, register
+from score_mods.late_rotary import late_form
 from score_mods.rotary import Rotary
 from score_mods.two_branch import TwoBranch
 
@@ -93,7 +94,7 @@ class Calibration:
         if integer("layer", layer, at_least=0) >= len(self.mu):
             raise ValueError(f"layer must be below {len(self.mu)}, got {layer}")
         tau = self.tau if tau is None else tau
-        _check_law(tau, sinks, sigma, part)
+        _check_law(tau, sinks, sigma, mu, part)
         if part == "bias":
             return exempt_keys(kerple_log(2.0, 1 / tau), sinks)
         mean = torch.tensor(self.mu[layer]) if mu else 0.0
@@ -117,21 +118,26 @@ class Calibration:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: The folder holds no calibration.
+            ValueError: The folder holds no calibration, or a broken one.
         """
         path = Path(folder, _FILE)
         if not path.is_file():
             raise ValueError(f"folder must hold {_FILE}, got {folder}")
-        return cls(**json.loads(path.read_text()))
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} must be as save wrote it, got another: {error}") from error
 
 
-def _check_law(tau: float, sinks: int, sigma: str | float, part: str) -> None:
+def _check_law(tau: float, sinks: int, sigma: str | float, mu: bool, part: str) -> None:
     number("tau", tau, positive=True)
     integer("sinks", sinks, at_least=0)
     if sigma not in ("head", "model"):
         if isinstance(sigma, str):
             raise ValueError(f'sigma must be "head", "model" or a number, got {sigma!r}')
         number("sigma", sigma, positive=True)
+    if not isinstance(mu, bool):
+        raise TypeError(f"mu must be a bool, got {type(mu).__name__}")
     if part not in ("both", "multiplier", "bias"):
         raise ValueError(f'part must be "both", "multiplier" or "bias", got {part!r}')
 
@@ -297,9 +303,10 @@ def extend(
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: Neither or both of `texts` and `calibration` are given, both `rotary` and
-            `train_length` are, the calibration is of a model with other layers or heads, or as
-            `calibrate`, `Calibration.score_mod`, `patch_rotary` and `register`. A model of which
-            `calibrate` says so has been given its new positions by then.
+            `train_length` are, the calibration is of a model with other layers or heads, `rotary`
+            has frequencies that change and there are `texts`, or as `calibrate`,
+            `Calibration.score_mod`, `patch_rotary` and `register`. A model of which `calibrate`
+            says so has been given its new positions by then.
 
     Reference: arXiv 2505.17083; the grouped positions are arXiv 2401.01325.
     """
@@ -307,14 +314,22 @@ def extend(
         raise ValueError("one of texts and calibration must be given")
     if rotary is not None and train_length is not None:
         raise ValueError("one of rotary and train_length must be given at most")
-    _check_law(tau, sinks, sigma, part)
+    check_model(model)
+    _check_law(tau, sinks, sigma, mu, part)
     if texts is not None:
         _check_texts(texts)
     if number("factor", factor, positive=True) < 1:
         raise ValueError(f"factor must be at least 1, got {factor}")
     if rotary is None:
         rotary = _grouped(model, factor, train_length)
+    elif texts is not None and not isinstance(rotary, TwoBranch) and late_form(rotary)[0]:
+        raise ValueError(
+            "rotary must be a TwoBranch or a Rotary of one set of frequencies to be measured on "
+            "texts; give a calibration instead"
+        )
     if calibration is not None:
+        if not isinstance(calibration, Calibration):
+            raise TypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
         sizes = model.config.num_hidden_layers, model.config.num_attention_heads
         measured = len(calibration.mu), len(calibration.mu[0])
         if measured != sizes:
@@ -345,17 +360,20 @@ def _grouped(model: Any, factor: float, train_length: int | None) -> TwoBranch:
 
 
 def plain_rope(model: Any) -> tuple[int, float]:
-    """Channels of a head and base of a model's rotary embedding.
+    """Channels of a head that a model rotates, and the base of its rotary embedding.
 
     Args:
         model: A Hugging Face causal language model, patched or not.
 
     Raises:
+        TypeError: `model` is no model.
         ValueError: The model was not trained with plain RoPE.
     """
+    check_model(model)
     parameters = getattr(model.config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or parameters.get("rope_type") != "default":
         raise ValueError(f"model must have plain RoPE, got rope_parameters={parameters}")
     heads = model.config.num_attention_heads
     head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // heads
-    return head_dim, float(parameters["rope_theta"])
+    channels = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    return channels, float(parameters["rope_theta"])

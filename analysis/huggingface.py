@@ -143,16 +143,23 @@ def capture(
             scheme that it applies itself.
 
     Raises:
-        ValueError: A position is out of range, `attention` is not registered, the model calls no
-            attention function, or its attention is not causal.
+        TypeError: `model` is no model.
+        ValueError: A token or position is out of range, `attention` is not registered, the model
+            calls no attention function, or its attention is not causal.
     """
     transformers = _transformers()
+    check_model(model)
     length = tokens.shape[-1]
     if tokens.ndim != 2 or tokens.shape[0] != 1:
         raise ValueError(f"tokens must have shape [1, T], got {list(tokens.shape)}")
     rows = torch.as_tensor(positions, dtype=torch.long)
     if rows.ndim != 1 or rows.numel() == 0 or rows.min() < 0 or rows.max() >= length:
         raise ValueError(f"positions must be a non-empty list of integers in [0, {length})")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if known is not None and (tokens.min() < 0 or tokens.max() >= known):
+        raise ValueError(
+            f"tokens must be in [0, {known}), got {int(tokens.min())} to {int(tokens.max())}"
+        )
 
     seen = 0
 
@@ -188,6 +195,12 @@ def capture(
         raise ValueError(
             f"model has no causal attention to capture ({type(model).__name__} calls none)"
         )
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError if `model` is no model of transformers."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
 
 
 def _shown(

@@ -1,5 +1,6 @@
 """What `calibrate` measures, and that `extend` puts it to use."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -75,6 +76,10 @@ def test_saved_with_the_model(tmp_path):
     assert Calibration.load(tmp_path) == found
     with pytest.raises(ValueError, match=r"folder must hold scale_invariance\.json"):
         Calibration.load(tmp_path / "elsewhere")
+    for broken in ("{", "[]", '{"tau": 10.0}'):
+        (tmp_path / "scale_invariance.json").write_text(broken)
+        with pytest.raises(ValueError, match=r"scale_invariance\.json must be as save wrote it"):
+            Calibration.load(tmp_path)
 
 
 @torch.no_grad()
@@ -171,6 +176,20 @@ def test_extend_takes_other_positions(given, rotary):
     assert torch.equal(model(tokens).logits, other(tokens).logits)
 
 
+@torch.no_grad()
+def test_extend_takes_rotation_of_some_channels():
+    config = transformers.StableLmConfig(**llama().config.to_diff_dict() | {"eos_token_id": 2})
+    config.rope_parameters["partial_rotary_factor"] = 0.5
+    torch.manual_seed(0)
+    models = [transformers.StableLmForCausalLM(config).eval()]
+    models.append(copy.deepcopy(models[0]))
+    tokens = texts(1)[0]
+    extend(models[0], 4, [tokens], tau=30.0, name="some", impl="dense")
+    given = {"tau": 30.0, "rotary": sm.self_extend(sm.rope(8), 256, 7)}
+    extend(models[1], 4, [tokens], name="some_by_hand", impl="dense", **given)
+    assert torch.equal(*(model(tokens).logits for model in models))
+
+
 def test_verdicts_may_be_left_out():
     model = llama()
     whole, short = (calibrate(model, texts(1), rows=ROWS, verdicts=v) for v in (True, False))
@@ -188,6 +207,7 @@ def test_what_is_wrong_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             extend(model, 2, texts(1), **wrong)
+    start = sm.longrope(16, [3.0] * 8, 1.0, 64, start_tokens=10)
     for wrong, error, message in (
         ({"factor": "4"}, TypeError, "factor must be a positive number, got str"),
         ({"factor": True}, TypeError, "factor must be a positive number, got bool"),
@@ -198,9 +218,14 @@ def test_what_is_wrong_is_named():
         ({"texts": [texts(1)[0][:, :99]]}, ValueError, "texts must have one shape"),
         ({"name": "sdpa"}, ValueError, "one of transformers' own"),
         ({"impl": "fast"}, ValueError, "impl must be"),
+        ({"mu": "no"}, TypeError, "mu must be a bool, got str"),
+        ({"model": "llama"}, TypeError, "model must be a model of transformers, got str"),
+        ({"texts": None, "calibration": {}}, TypeError, "must be a Calibration, got dict"),
+        ({"rotary": start}, ValueError, "a Rotary of one set of frequencies to be measured"),
+        ({"rotary": lambda n: sm.rope(16)}, ValueError, "of one set of frequencies"),
     ):
         with pytest.raises(error, match=message):
-            extend(model, **{"factor": 2, "texts": texts(1)} | wrong)
+            extend(**{"model": model, "factor": 2, "texts": texts(1)} | wrong)
     for before, after in zip(llama().buffers(), model.buffers(), strict=True):
         assert torch.equal(before, after)
     small = Calibration(10.0, [[0.0] * 4], [[1.0] * 4], [], [], [], [], [])
@@ -209,6 +234,10 @@ def test_what_is_wrong_is_named():
     for layer, error in ((-1, ValueError), (1, ValueError), ("0", TypeError)):
         with pytest.raises(error, match="layer must be"):
             small.score_mod(layer)
+    with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
+        calibrate(torch.nn.Linear(2, 2), texts(1))
+    with pytest.raises(ValueError, match=r"tokens must be in \[0, 97\), got 97 to 193"):
+        calibrate(model, [texts(1)[0] + 97], verdicts=False)
     with pytest.raises(TypeError, match="rows must be an int, got float"):
         calibrate(model, texts(1), rows=16.5)
     with pytest.raises(ValueError, match="tau must be a positive number"):
