@@ -56,9 +56,9 @@ def replace_attention(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the model holds no weights, `layers` names none of its own, or a layer does
-            what power attention would leave out: a sliding window, a softcap, sinks, dropout,
-            attention both ways, or changes of queries and keys besides norms and the rotary
-            embedding.
+            what power attention would leave out: a sliding window, a mask of its own, a softcap,
+            sinks, dropout, attention both ways, or changes of queries and keys besides norms and
+            the rotary embedding.
         ImportError: If transformers is missing.
 
     Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
@@ -287,9 +287,16 @@ def _not_replaced(module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _probe(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of a model that is observed: keeps what it was given."""
+    kwargs["attention_mask"] = attention_mask  # None, unless a layer makes one of its own
     out = value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous()
     module.probed = query, key, value, out, kwargs  # type: ignore[assignment]
     return out, None
@@ -330,7 +337,7 @@ def _made(
     inputs, cos_sin, result, (query, key, value, out, kwargs) = seen
     obstacles = [
         name
-        for name in ("sliding_window", "softcap", "s_aux", "position_bias")
+        for name in ("sliding_window", "softcap", "s_aux", "position_bias", "attention_mask")
         if kwargs.get(name) is not None
     ]
     if getattr(attention, "attention_dropout", 0):

@@ -57,6 +57,10 @@ def olmo():
     return made(transformers.OlmoConfig(**SIZES, clip_qkv=0.1))
 
 
+def doge():
+    return made(transformers.DogeConfig(**SIZES))
+
+
 def gpt2():
     return made(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=50))
 
@@ -69,6 +73,7 @@ def gpt2():
         (smollm3, r"layer 1 \(SmolLM3Attention\) does more than project"),
         (stablelm, r"layer 0 \(StableLmAttention\) does more than project"),
         (olmo, r"layer 0 \(OlmoAttention\) does more than project"),
+        (doge, r"layer 0 \(DogeAttention\) has attention_mask, which power attention"),
         (gpt2, "model must have attention layers with q_proj, .* got GPT2LMHeadModel"),
         (lambda: llama(attention_dropout=0.1), "has attention_dropout"),
         (lambda: powered(llama()), "which has none to replace"),
