@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from score_mods._captured import Mod, arguments_of, check_mask_mod, named, to_device, within
-from score_mods._model_positions import mask_at_positions, positions_at, tables_at
+from score_mods._huggingface import mask_at_positions, positions_at, tables_at
 from score_mods.attention import attention, check_impl
 from score_mods.combine import compose
 from score_mods.late_rotary import (
