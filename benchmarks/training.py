@@ -150,7 +150,6 @@ def train(
         def save(step: int) -> None:
             passed = before + time.perf_counter() - began
             _save(folder / CHECKPOINT, identity, model, found, step, log, passed)
-            _write_log(folder / "log.csv", log)
 
         bar = tqdm(
             range(state["step"], schedule.steps), initial=state["step"], total=schedule.steps
@@ -180,6 +179,7 @@ def train(
             if logged:
                 passed = before + time.perf_counter() - began
                 log.append({"step": step, "loss": shown, "seconds": passed})
+                _write_log(folder / "log.csv", log)
                 bar.set_postfix(loss=f"{shown:.3f}")
             if due:
                 save(step + 1)

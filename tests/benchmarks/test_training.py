@@ -93,6 +93,13 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tmp_path):
     assert torch.equal(run(tmp_path / "killed")[0].head.weight, whole.head.weight)
 
 
+def test_the_log_of_a_killed_run_goes_beyond_its_checkpoint(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop=17)
+    assert not (tmp_path / "checkpoint.pt").exists()
+    assert [step for step, _ in logged(tmp_path)] == [0, 10]
+
+
 def test_stops_in_time_and_goes_on(tmp_path):
     with pytest.raises(Interrupted, match="stopped at step 0 of 30; run again to go on"):
         run(tmp_path, seconds=0)
