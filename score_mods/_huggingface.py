@@ -120,16 +120,16 @@ def mask_at_positions(
             torch.device(device),
             compute_q_blocks=torch.is_grad_enabled(),
         )
+    whole = not plain and q_length == kv_length and not torch.compiler.is_compiling()
+    packed = _packed(mask_function) if whole else None
     block_mask.positions = Positions(  # type: ignore[attr-defined]
-        q_offset, kv_offset, shift, q_table, kv_table, plain, _packed(mask_function)
+        q_offset, kv_offset, shift, q_table, kv_table, plain, packed
     )
     return block_mask
 
 
 def _packed(mask_function: Mod) -> Tensor | None:
     """Each token's position in its document, where transformers has found packed ones."""
-    if torch.compiler.is_compiling():
-        return None
     for part in within(mask_function):
         if getattr(part, "__qualname__", "").startswith("packed_sequence_mask_function."):
             numbers = next(x for x in within(part) if isinstance(x, Tensor))
