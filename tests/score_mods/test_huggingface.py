@@ -73,18 +73,10 @@ def gpt_oss():
     return model
 
 
-def llama4():
+def persimmon():
     """Its layers are not told `position_ids`."""
-    return made(
-        transformers.Llama4TextConfig(
-            **SIZES,
-            attention_chunk_size=WINDOW,
-            layer_types=["chunked_attention", "full_attention"],
-            intermediate_size_mlp=32,
-            num_local_experts=2,
-            moe_layers=[],
-        )
-    )
+    sizes = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
+    return made(transformers.PersimmonConfig(**sizes))
 
 
 MODELS = {"llama": llama, "mistral": mistral, "gemma2": gemma2, "gpt_oss": gpt_oss}
@@ -241,7 +233,7 @@ def test_left_padded_batch_equals_single_sequences(kind, cache):
 
 def test_packed_documents_equal_single_sequences():
     register("absolute", absolute(), impl="dense")
-    for model in (llama(), mistral(), llama4()):
+    for model in (llama(), mistral(), persimmon()):
         tokens = sample(2, 20)
         positions = torch.cat([torch.arange(13), torch.arange(7)])[None]
         got = logits(model, "absolute", tokens, position_ids=positions, use_cache=False)
