@@ -8,6 +8,7 @@ them by `positions_at`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def mask_at_positions(
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **kwargs: Any,
 ) -> BlockMask:
     """The mask function that transformers calls, once for each kind of layer.
@@ -75,6 +77,8 @@ def mask_at_positions(
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+    if config is not None and not torch.compiler.is_compiling():
+        _refuse_own_attention(config.__class__)
     if mask_function is bidirectional_mask_function:
         raise ValueError("model has no causal attention: one of its layers attends both ways")
     if isinstance(q_offset, Tensor):
@@ -126,6 +130,22 @@ def mask_at_positions(
         q_offset, kv_offset, shift, q_table, kv_table, plain, packed
     )
     return block_mask
+
+
+@lru_cache(maxsize=64)
+def _refuse_own_attention(config: Any) -> None:
+    """Raise ValueError if models of a config ask for a mask, and then attend by themselves."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM._model_mapping.get(config, None)
+    # The first tells by the model's source, which may be missing; the second is a flag.
+    if not getattr(model, "_can_set_attn_implementation", bool)() and not getattr(
+        model, "_supports_attention_backend", True
+    ):
+        raise ValueError(
+            "model must call an attention function of transformers' interface, "
+            f"got {model.__name__}, which attends by itself"
+        )
 
 
 def _packed(mask_function: Mod) -> Tensor | None:

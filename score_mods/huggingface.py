@@ -75,11 +75,9 @@ def register(
         ImportError: if transformers is missing.
 
     The model raises a ValueError that says so in one line if its attention is not causal, has
-    dropout or a position bias, or if it is called with a mask of four axes. Call it once before
-    you compile it.
-
-    Models that compute attention themselves and not by transformers' interface cannot be reached
-    so: Bloom, MPT and XGLM fail at the BlockMask, Mamba has no attention and ignores the name.
+    dropout or a position bias, or is not by transformers' interface (Bloom, MPT), or if it is
+    called with a mask of four axes. One that asks for no mask either (RWKV, Mamba) ignores the
+    name. Call a model once before you compile it.
     """
     transformers = _transformers()
     if not isinstance(name, str):

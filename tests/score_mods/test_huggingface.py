@@ -276,6 +276,20 @@ def test_flex_equals_the_formula():
     assert (logits(model, "identity", tokens) - expected).abs().max() > 1e-1
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2),
+        transformers.MptConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2),
+    ],
+    ids=["Bloom", "MPT"],
+)
+def test_models_that_attend_by_themselves_say_so(config):
+    load = transformers.AutoModelForCausalLM.from_config
+    with pytest.raises(ValueError, match="ForCausalLM, which attends by itself"):
+        load(config, attn_implementation="identity")(sample(1, 5))
+
+
 def test_trains_on_a_cpu_by_the_dense_form():
     model, tokens = llama(), sample(2, 12)
 
