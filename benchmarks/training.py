@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
+from statistics import median
 from typing import Any
 
 import torch
@@ -129,7 +131,8 @@ def train(
 
     Returns:
         `loss`, the mean over the last tenth of the logged steps; `log`, step and loss of each;
-        `seconds` of training, and of its first step, which compiles, `first_step_seconds`.
+        `seconds` of training, `earlier_seconds` of them in processes that were stopped, and
+        `step_seconds` of a step, the median between logged steps, None where one was logged.
 
     Raises:
         ValueError: if the folder has a checkpoint of another run or a damaged one, or another
@@ -190,8 +193,15 @@ def train(
         "loss": sum(last) / len(last) if last else None,
         "log": [[row["step"], row["loss"]] for row in log],
         "seconds": log[-1]["seconds"] if log else 0.0,
-        "first_step_seconds": log[0]["seconds"] if log else 0.0,
+        "earlier_seconds": before,
+        "step_seconds": _step_seconds(log),
     }
+
+
+def _step_seconds(log: list[dict[str, float]]) -> float | None:
+    """Seconds of a step: the median, which compiling, saving and resuming hardly move."""
+    found = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(log)]
+    return median(found) if found else None
 
 
 @contextmanager
@@ -255,7 +265,7 @@ def train_decoder(
     )
     model.refresh()
     return {
-        "parameters": model.size.parameters,
+        "parameters": sum(x.numel() for x in model.parameters()),
         "tokens": options.steps * options.sequences * options.length,
         "epochs": data.epochs(options.sequences, options.length, options.steps),
         "training": training,

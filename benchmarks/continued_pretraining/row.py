@@ -95,7 +95,8 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         row["tokens"] = options.steps * options.sequences * options.length
         row["after"] = validated()
     row["machine"] = machine(device)
-    row["seconds"] = time.perf_counter() - began
+    earlier = row["training"]["earlier_seconds"] if options.steps else 0.0
+    row["seconds"] = time.perf_counter() - began + earlier
     return finish(folder, row)
 
 

@@ -74,17 +74,17 @@ def run_row(options: Namespace, method: str, data: TokenFile) -> Path:
     row = {"settings": settings, **train_decoder(model, data, options, settings, folder)}
     training = row["training"]
     per_step = options.sequences * options.length
-    later = training["seconds"] - training["first_step_seconds"]
     mixing = size.layers * size.heads * mixing_flops(method, size.head_dim, options.length)
     row["flops_per_token"] = 6 * size.weights + 3 * mixing
-    row["tokens_per_second"] = (options.steps - 1) * per_step / later if later else None
+    step = training["step_seconds"]
+    row["tokens_per_second"] = None if step is None else per_step / step
     row["validation"] = validate(model, held_out)
     if before is not None:
         theory = gated_shares(starting_horizons(size.heads, horizons), before["edges"])
         after = gates(model, held_out[:1])
         row["gates"] = {"theory": theory.mean(0).tolist(), "before": before, "after": after}
     row["machine"] = machine(options.device)
-    row["seconds"] = time.perf_counter() - began
+    row["seconds"] = time.perf_counter() - began + training["earlier_seconds"]
     return finish(folder, row)
 
 

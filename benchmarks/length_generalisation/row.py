@@ -87,7 +87,8 @@ def run_row(options: Namespace, method: str, data: TokenFile, tokenizer: Tokeniz
     if options.needle_steps:
         row["needle"] = _needles(model, data, tokenizer, options, folder, settings)
     row["machine"] = machine(device)
-    row["seconds"] = time.perf_counter() - began
+    trainings = [row["training"], *([row["needle"]["training"]] if "needle" in row else [])]
+    row["seconds"] = time.perf_counter() - began + sum(x["earlier_seconds"] for x in trainings)
     return finish(folder, row)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from benchmarks import training
 from benchmarks.training import Interrupted, Schedule, optimizers, train
 
 
@@ -105,6 +106,29 @@ def test_stops_in_time_and_goes_on(tmp_path):
         run(tmp_path, seconds=0)
     model, _ = run(tmp_path)
     assert torch.equal(model.head.weight, run(tmp_path / "other")[0].head.weight)
+
+
+def test_seconds_are_those_of_all_processes_and_a_step_is_the_median(tmp_path, monkeypatch):
+    """By a clock that each step moves on by 1, and the first of a process by 100, as compiling."""
+    clock = [0.0]
+    monkeypatch.setattr(training.time, "perf_counter", lambda: clock[0])
+    weight = torch.ones((), requires_grad=True)
+
+    def loss(step, stop=None):
+        if step == stop:
+            raise KeyboardInterrupt
+        clock[0] += 100 if step in (0, 40) else 1
+        return weight * 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 60, loss=lambda step: loss(step, 40), save_every=0)
+    assert clock == [139.0]
+    clock[0] = 1000.0
+    _, result = run(tmp_path, 60, loss=loss)
+    assert result["earlier_seconds"] == 139
+    assert result["seconds"] == 139 + 100 + 19
+    assert result["step_seconds"] == 1
+    assert run(tmp_path / "one", 1, loss=loss)[1]["step_seconds"] is None
 
 
 def test_another_run_is_not_gone_on_with(tmp_path):
