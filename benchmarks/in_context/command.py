@@ -4,9 +4,10 @@
     python -m benchmarks in_context table reports/in_context
 
 The first makes a row, or several, and writes OUT/METHOD-SEED.json; a row that was stopped goes on
-where it was. The second prints the table of the rows in a folder, and draws them. Equal horizons
-start all gates alike; spread ones start with every octave of distances between them getting the
-same share of a layer's attention (`analysis.gates`).
+where it was. The second prints the tables of the rows in a folder, and draws them: loss by
+position and by training FLOPs, and power attention's total attention and negentropy by distance.
+Equal horizons start all gates alike; spread ones start with every octave of distances between
+them getting the same share of a layer's attention (`analysis.gates`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.options import (
     prints_table,
     read_data,
 )
+from score_mods._checks import integer
 
 
 def main(arguments: list[str]) -> None:
@@ -33,6 +35,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     with in_one_line(parser):
         check_counts(options)
+        integer("length", options.length, 8)
         data, _ = read_data(options, options.length)
         for method in options.method:
             print(run_row(options, method, data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import Namespace
 from functools import partial
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import score_mods as sm
-from analysis import gated_shares, measure
+from analysis import measure
+from analysis.measure import Rows
 from benchmarks.decoder import Decoder, Size
 from benchmarks.length_generalisation.row import validate
 from benchmarks.machine import machine
@@ -31,6 +33,7 @@ METHODS = {
     "power": "gated power attention of degree 2",
 }
 _ROWS = 64  # queries whose attention is measured
+_Z_LOG_Z = 2 - 0.5772156649015329 - math.log(2)  # E[z log z] of the square z of a N(0, 1) score
 
 
 def build(method: str, size: Size, horizons: tuple[float, float]) -> Decoder:
@@ -68,7 +71,7 @@ def run_row(options: Namespace, method: str, data: TokenFile) -> Path:
         return made
     size = Size(data.vocabulary, options.width, options.layers, options.head_dim)
     torch.manual_seed(options.seed)
-    model = build(method, size, horizons)
+    model = build(method, size, horizons).to(options.device)
     held_out = data.validation(options.length, options.length)
     before = gates(model, held_out[:1]) if method == "power" else None
     row = {"settings": settings, **train_decoder(model, data, options, settings, folder)}
@@ -80,19 +83,10 @@ def run_row(options: Namespace, method: str, data: TokenFile) -> Path:
     row["tokens_per_second"] = None if step is None else per_step / step
     row["validation"] = validate(model, held_out)
     if before is not None:
-        theory = gated_shares(starting_horizons(size.heads, horizons), before["edges"])
-        after = gates(model, held_out[:1])
-        row["gates"] = {"theory": theory.mean(0).tolist(), "before": before, "after": after}
+        row["gates"] = {"before": before, "after": gates(model, held_out[:1])}
     row["machine"] = machine(options.device)
     row["seconds"] = time.perf_counter() - began + training["earlier_seconds"]
     return finish(folder, row)
-
-
-def starting_horizons(heads: int, bounds: tuple[float, float]) -> Tensor:
-    """Horizons of the heads before training, as `PowerAttention` spreads them, float64 `[H]`."""
-    low, high = bounds
-    place = (torch.arange(heads, dtype=torch.float64) + 0.5) / heads
-    return low * (high / low) ** place
 
 
 @torch.no_grad()
@@ -104,37 +98,69 @@ def gates(model: Decoder, ids: Tensor) -> dict[str, Any]:
         ids: token ids `[1, T + 1]`.
 
     Returns:
-        `edges` of the octaves up to T/2; by layer and head `shares`, the mean share of a row's
-        attention in each, and `negentropy`, the mean of sum p log p over its keys, p their share
-        of the row's attention; `slope`, of the logarithm of the share, in the mean over heads and
-        layers, in ln t from 8 tokens on.
+        `edges` of the octaves up to T/2; `measured`, and `alone`, what the gates by themselves
+        would give to Gaussian scores that are alike at all distances. Each of the two has, by
+        layer and head, `shares`, the mean share of a row's attention in each octave, and
+        `negentropy`, the mean of sum p log p over its keys, p their share of the row's attention;
+        and `slopes` of the logarithm of both, in the mean over heads and layers, in ln t from 8
+        tokens on: 0 where it is the same in every octave.
     """
     length = ids.shape[1] - 1
     device = model.head.weight.device
     at = torch.linspace(length // 2, length - 1, min(_ROWS, length // 2)).long().unique()
     edges = [2**octave for octave in range((length // 2).bit_length())]
-    found: dict[str, Any] = {"edges": edges, "shares": [], "negentropy": []}
+    found: dict[str, Any] = {
+        kind: {"shares": [], "negentropy": []} for kind in ("measured", "alone")
+    }
     for q, k, _, log_g in model.heads(ids[:, :-1].to(device)):
         mods = {"power": sm.power(2, log_g)}
-        rows = measure(q[:, :, at.to(device)], k, mods, q_positions=at, edges=edges).mechanisms[
-            "power"
-        ]
-        ranges = rows.ranges(edges)
-        total = rows.log_total[..., None]
-        share = (ranges.log_z - total).exp()
-        found["shares"].append(share.mean(1).tolist())
-        found["negentropy"].append((share * (ranges.mean_logit - total)).mean(1).tolist())
-    mean = torch.tensor(found["shares"], dtype=torch.float64).mean((0, 1))
-    found["slope"] = _slope(edges, mean)
+        measured = measure(q[:, :, at.to(device)], k, mods, q_positions=at, edges=edges)
+        rows = measured.mechanisms["power"]
+        for kind, values in (
+            ("measured", _of_rows(rows, edges)),
+            ("alone", _alone(log_g, at, edges)),
+        ):
+            for name, value in zip(("shares", "negentropy"), values, strict=True):
+                found[kind][name].append(value.mean(1).tolist())
+    for kind, values in found.items():
+        means = {
+            name: torch.tensor(value, dtype=torch.float64).mean((0, 1))
+            for name, value in values.items()
+        }
+        found[kind]["slopes"] = {name: _slope(edges, mean) for name, mean in means.items()}
+    found["edges"] = edges
     return found
 
 
-def _slope(edges: list[int], shares: Tensor) -> float | None:
-    """Least-squares slope of ln share in ln t, over octaves from 8 tokens on; None below two."""
+def _of_rows(rows: Rows, edges: list[int]) -> tuple[Tensor, Tensor]:
+    """Share and negentropy of each range in each measured row, `[H, R, K]`."""
+    ranges, total = rows.ranges(edges), rows.log_total[..., None]
+    share = (ranges.log_z - total).exp()
+    return share, torch.where(share > 0, share * (ranges.mean_logit - total), 0.0)
+
+
+def _alone(log_g: Tensor, at: Tensor, edges: list[int]) -> tuple[Tensor, Tensor]:
+    """The same, float64, of weights z exp(G_i - G_j), z the square of a Gaussian score.
+
+    With w = exp(G_i - G_j) / sum_j exp(G_i - G_j), E[z] = 1 and many keys, p = z w has the
+    expectations E[p] = w and E[p log p] = w (log w + E[z log z]).
+    """
+    summed = log_g[0].double().cpu().cumsum(-1)
+    distance = at[:, None] - torch.arange(summed.shape[-1])
+    decay = (summed[:, at, None] - summed[:, None]).masked_fill(distance < 0, -torch.inf)
+    share = decay.softmax(-1)
+    negentropy = torch.special.xlogy(share, share) + _Z_LOG_Z * share
+    seen = [(low <= distance) & (distance < high) for low, high in pairwise(edges)]
+    shares, negentropies = ([(x * mask).sum(-1) for mask in seen] for x in (share, negentropy))
+    return torch.stack(shares, -1), torch.stack(negentropies, -1)
+
+
+def _slope(edges: list[int], values: Tensor) -> float | None:
+    """Least-squares slope of ln |value| in ln t, over octaves from 8 tokens on; None below two."""
     t = torch.tensor([(a * b) ** 0.5 for a, b in pairwise(edges)], dtype=torch.float64)
-    chosen = (t > 8) & (shares > 0)
+    chosen = (t > 8) & (values != 0)
     if chosen.sum() < 2:
         return None
-    x, y = t[chosen].log(), shares[chosen].log()
+    x, y = t[chosen].log(), values[chosen].abs().log()
     x = x - x.mean()
     return ((x * y).sum() / x.square().sum()).item()

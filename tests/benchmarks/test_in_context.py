@@ -1,14 +1,17 @@
 """Whole rows at toy size, what they say of the gates, and the table made of them."""
 
 import json
+from itertools import pairwise, product
 
 import pytest
 import torch
 
 import score_mods as sm
+from analysis import gated_shares
 from benchmarks import in_context as benchmark
 from benchmarks.decoder import Size
 from benchmarks.in_context import row as rows
+from benchmarks.in_context import tables
 from benchmarks.recurrent_mixers import equal_window
 
 LENGTH = 128
@@ -68,10 +71,55 @@ def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
     benchmark.main(["table", str(tmp_path / "out")])
     lines = capsys.readouterr().out.splitlines()
     for name, row in made.items():
-        line = next(line for line in lines if line.startswith(f"| `{name}` |"))
+        line, *slopes = (line for line in lines if line.startswith(f"| `{name}` |"))
         assert f"{row['validation']['loss']:.3f}" in line
+        assert f"| {row['tokens'] * row['flops_per_token']:.3g} |" in line
+        assert row["parameters"] == parameters(name, row)
+        assert len(slopes) == name.startswith("power")
+        for slope in slopes:
+            wanted = [
+                row["gates"][when][kind]["slopes"][what]
+                for what in ("shares", "negentropy")
+                for when in ("before", "after")
+                for kind in ("measured", "alone")
+            ]
+            assert slope.split("|")[2:-1] == [f" {x:+.2f} " for x in wanted]
     for name in ("table.md", "in_context.png", "gates.png"):
         assert (tmp_path / "out" / name).stat().st_size > 200
+
+
+def parameters(name, row):
+    """All that is learned: gates of 2 heads, with their biases, besides the decoder's weights."""
+    gates = 2 * (32 + 1) if name.startswith(("linear", "power")) else 0
+    return Size(**row["settings"]["size"]).parameters + gates
+
+
+def test_rows_without_training_make_a_table(command, tmp_path, capsys):
+    made = command("softmax", "power", steps=0)
+    assert all(row["tokens_per_second"] is None for row in made.values())
+    capsys.readouterr()
+    benchmark.main(["table", str(tmp_path / "out")])
+    assert "| `softmax-0` |" in capsys.readouterr().out
+
+
+def test_a_stopped_row_counts_the_seconds_before(command, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "validate", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            command("power")
+    monkeypatch.setattr(rows.time, "perf_counter", lambda: 0.0)
+    row = command("power")["power-4-64-0"]
+    assert row["seconds"] == row["training"]["earlier_seconds"] > 0
+    assert row["tokens_per_second"] > 0
+
+
+def test_costs_and_losses_are_means_over_a_tenth_after_the_first():
+    log = [[10 * i, 100.0 if i < 2 else float(i)] for i in range(20)]
+    settings = {"sequences": 2, "length": 5}
+    row = {"settings": settings, "flops_per_token": 3, "training": {"log": log}}
+    flops, losses = tables._costs(row)
+    assert losses.tolist() == pytest.approx([i + 0.5 for i in range(2, 19)])
+    assert flops.tolist() == pytest.approx([30 * (10 * i + 6) for i in range(2, 19)])
 
 
 def test_horizons_that_are_no_whole_numbers_keep_rows_apart(command):
@@ -114,9 +162,27 @@ def test_gates_are_measured_as_attention_by_hand():
         p = (weight / weight.sum()).flip(0)  # by distance
         shares.append(p[8:16].sum())
         negentropies.append(torch.special.xlogy(p[8:16], p[8:16]).sum())
-    assert found["shares"][0][1][3] == pytest.approx(torch.stack(shares).mean().item(), rel=1e-4)
+    found, share = found["measured"], torch.stack(shares).mean().item()
+    assert found["shares"][0][1][3] == pytest.approx(share, rel=1e-4)
     negentropy = torch.stack(negentropies).mean().item()
     assert found["negentropy"][0][1][3] == pytest.approx(negentropy, rel=1e-4)
+
+
+def test_gates_alone_are_their_theory_and_what_gaussian_scores_get():
+    torch.manual_seed(0)
+    log_g = torch.log1p(-1 / torch.tensor([8.0, 300.0]))[None, :, None].expand(1, 2, 2048)
+    edges, at = [1, 2, 8, 64, 512], torch.arange(1024, 2048)
+    share, negentropy = rows._alone(log_g, at, edges)
+    for row in (0, 1000):
+        theory = gated_shares(torch.tensor([8.0, 300.0]), edges, length=int(at[row]) + 1)
+        torch.testing.assert_close(share[:, row], theory, rtol=1e-5, atol=1e-9)
+    t = at[:, None] - torch.arange(2048)
+    weights = torch.randn(1024, 2048).double().square() * (t * log_g[0, 1, 0].double()).exp()
+    p = weights.masked_fill(t < 0, 0)
+    p = p / p.sum(-1, keepdim=True)
+    for k, (low, high) in enumerate(pairwise(edges)):
+        own = torch.special.xlogy(p, p) * ((low <= t) & (t < high))
+        assert negentropy[1, :, k].mean().item() == pytest.approx(own.sum(-1).mean().item(), 0.02)
 
 
 def test_a_spread_of_horizons_starts_level_and_one_horizon_does_not():
@@ -125,18 +191,23 @@ def test_a_spread_of_horizons_starts_level_and_one_horizon_does_not():
     size, slopes = Size(50, width=128, layers=1, head_dim=16), {}
     ids = torch.randint(50, (1, 1025))
     for horizons in ((2.0, 2048.0), (256.0, 256.0)):
-        slopes[horizons] = rows.gates(rows.build("power", size, horizons), ids)["slope"]
-    assert abs(slopes[2.0, 2048.0]) < 0.15
-    assert slopes[256.0, 256.0] > 0.5
+        found = rows.gates(rows.build("power", size, horizons), ids)
+        for kind, name in product(("measured", "alone"), ("shares", "negentropy")):
+            slopes[horizons, kind, name] = found[kind]["slopes"][name]
+    for kind in ("measured", "alone"):
+        assert abs(slopes[(2.0, 2048.0), kind, "shares"]) < 0.15
+        assert slopes[(256.0, 256.0), kind, "shares"] > 0.5
+        assert slopes[(2.0, 2048.0), kind, "negentropy"] > 0.15  # it grows with ln t
     layer = rows.build("power", size, (2.0, 2048.0)).blocks[0].mixer
     started = 1 / (1 - layer.gate.bias.double().sigmoid())
-    wanted = rows.starting_horizons(8, (2.0, 2048.0))
+    wanted = 2 * 1024 ** ((torch.arange(8).double() + 0.5) / 8)
     torch.testing.assert_close(started.detach(), wanted, rtol=1e-4, atol=0)
 
 
 def test_the_slope_is_that_of_a_power_law():
     edges = [1, 2, 4, 8, 16, 32]
     assert rows._slope(edges, torch.tensor(edges[:-1]).double() ** -0.7) == pytest.approx(-0.7)
+    assert rows._slope(edges, -(torch.tensor(edges[:-1]).double() ** 0.3)) == pytest.approx(0.3)
     assert rows._slope([1, 2, 4], torch.ones(2)) is None
 
 
@@ -160,6 +231,7 @@ def test_mechanisms_are_causal():
     [
         ({"horizons": (1, 64)}, "horizons must be two finite numbers above 1"),
         ({"sequences": 0}, "sequences must be at least 1"),
+        ({"length": 7}, "length must be at least 8"),
         ({"data": "/nowhere"}, "data must be installed"),
     ],
 )
