@@ -6,7 +6,10 @@
 The first makes a row for each setting, as Table 4 of arXiv 2505.17083 has them, and writes it to
 OUT; a row that was stopped goes on where it was, and `--steps 0` only validates. The second prints
 the table of the rows in a folder, and draws them. Scale-invariant attention is told each head's mu
-and sigma, measured on training text before training, unless its options say otherwise.
+and sigma, measured on training text before training, unless its options say otherwise. LogN is
+`ssmax`, whose rate the query projections learn; `logn` leaves rows within the model's own length
+as they are, and would train as plain attention does. So do `ntk` and `yarn`, which change longer
+contexts alone.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks.tokens import Tokenizer, token_file
 from score_mods._checks import integer
 
 MODS = (
-    "rope,p_rope,p_rope*0,ntk,yarn,logn,logn:rotary=p_rope,logn_ntk,alibi,"
+    "rope,p_rope,p_rope*0,ntk,yarn,ssmax,ssmax:rotary=p_rope,ssmax:rotary=ntk,alibi,"
     "scale_invariant:rotary=p_rope,tau=10,sigma=1,mu=off,sinks=0,"
     "scale_invariant:rotary=p_rope,tau=10/3000"
 )
@@ -47,6 +50,8 @@ def main(arguments: list[str]) -> None:
             integer(name, getattr(options, name))
         if not 0 < options.rate < math.inf:
             raise ValueError(f"rate must be positive and finite, got {options.rate}")
+        if options.trained is not None:
+            integer("trained", options.trained, 256)  # which calibration needs
         chosen = settings.parse(" ".join(options.mods))
         if any(setting.recent for setting in chosen):
             raise ValueError("mods: recent is no way to attend")

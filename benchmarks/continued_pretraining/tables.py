@@ -16,7 +16,7 @@ def report(folder: Path) -> str:
     """Draw the rows of a folder into it, and return their table in Markdown.
 
     Raises:
-        ValueError: if it has none, or rows of different models, data or steps.
+        ValueError: if it has none, or rows of different models, data or rates.
     """
     rows = list(rows_of(folder, "before").values())
     shared = [
@@ -26,7 +26,7 @@ def report(folder: Path) -> str:
     if any(other != shared[0] for other in shared):
         raise ValueError(f"rows of {folder} must be of the same model, data and rates")
     lengths = [str(length) for length in shared[0]["lengths"]]
-    plain = next((row for row in rows if row["settings"]["label"] == "rope"), None)
+    plain = {row["settings"]["steps"]: row for row in rows if row["settings"]["label"] == "rope"}
     header = [
         "",
         "steps",
@@ -37,15 +37,15 @@ def report(folder: Path) -> str:
     for row in rows:
         line = [f"`{row['settings']['label']}`", str(row["settings"]["steps"])]
         line += [_loss(row, when, n) for when in ("before", "after") for n in lengths]
-        line.append(_cost(row, plain, lengths[0]))
+        line.append(_cost(row, plain.get(row["settings"]["steps"]), lengths[0]))
         lines.append(line)
     (folder / "table.md").write_text(
         f"{markdown_table(header, lines)}\n\n![]({_draw(rows, lengths, folder)})\n",
         encoding="utf-8",
     )
     return (
-        "Nats a token over held-out contexts; the cost is the last loss over that of the "
-        "untouched model.\n\n" + markdown_table(header, lines)
+        "Nats a token over held-out contexts; the cost is the last loss over that of `rope`, the "
+        "model's own attention, after as many steps.\n\n" + markdown_table(header, lines)
     )
 
 
@@ -56,24 +56,30 @@ def _loss(row: Row, when: str, length: str) -> str:
 def _cost(row: Row, plain: Row | None, length: str) -> str:
     if plain is None:
         return ""
-    last = row["after"] if "after" in row else row["before"]
-    return f"{last[length]['loss'] - plain['before'][length]['loss']:+.3f}"
+    when = "after" if "after" in row else "before"
+    return f"{row[when][length]['loss'] - plain[when][length]['loss']:+.3f}"
 
 
 def _draw(rows: list[Row], lengths: list[str], folder: Path) -> str:
-    """Loss against length before and after, of the rows with the least at the longest."""
+    """Loss against length before and after, of the rows with the least at the longest.
+
+    A row without training is drawn where its setting has none with it.
+    """
     name, longest = "loss_by_length.png", lengths[-1]
-    shown = sorted(rows, key=lambda row: row.get("after", row["before"])[longest]["loss"])
+    trained = {row["settings"]["label"] for row in rows if "after" in row}
+    shown = [row for row in rows if "after" in row or row["settings"]["label"] not in trained]
+    shown.sort(key=lambda row: row.get("after", row["before"])[longest]["loss"])
     shown = shown[: len(COLOURS)]
-    with figure(folder / name, 2, height=3.4, sharey=True) as axes:
+    names = [row["settings"]["label"] for row in shown]
+    if len(set(names)) < len(names):
+        names = [f"{row['settings']['label']}, {row['settings']['steps']} steps" for row in shown]
+    with figure(folder / name, 2, height=3.4) as axes:
         for ax, when in zip(axes[0], ("before", "after"), strict=True):
             values = {
-                row["settings"]["label"]: [
-                    row[when][n]["loss"] if when in row else float("nan") for n in lengths
-                ]
-                for row in shown
+                label: [row[when][n]["loss"] if when in row else float("nan") for n in lengths]
+                for label, row in zip(names, shown, strict=True)
             }
             by_length(ax, [int(n) for n in lengths], values, "loss (nats a token)")
             ax.set_title(f"{when} training")
-        legend(axes[0, 0], values, columns=2, measured="held-out contexts")
+        legend(axes[0, 0], names, columns=2, measured="held-out contexts")
     return name

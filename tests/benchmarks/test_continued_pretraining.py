@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from benchmarks import continued_pretraining as benchmark  # noqa: E402
 from benchmarks.continued_pretraining import command as commands  # noqa: E402
 from benchmarks.continued_pretraining import row as rows  # noqa: E402
-from benchmarks.extension.settings import parse  # noqa: E402
+from benchmarks.continued_pretraining import tables  # noqa: E402
+from benchmarks.extension.settings import SCORES, Trained, parse  # noqa: E402
 
 TRAINED = 256
 
@@ -85,6 +86,8 @@ def test_the_settings_are_table_4s_and_the_measured_law():
     found = parse(commands.MODS)
     assert len(found) == 12
     assert [x.label for x in found[:3]] == ["rope", "p_rope", "p_rope*0"]
+    logn = [x.rotary for x in found if x.score == "ssmax"]
+    assert logn == ["rope", "p_rope", "ntk"]
     paper, *measured = (x for x in found if x.score == "scale_invariant")
     assert (paper.tau, paper.sigma, paper.mu, paper.sinks) == (10.0, 1.0, False, 0)
     assert [(x.tau, x.sigma, x.mu) for x in measured] == [
@@ -96,6 +99,7 @@ def test_the_settings_are_table_4s_and_the_measured_law():
 def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
     made = command("rope,alibi,scale_invariant:rotary=p_rope,tau=10")
     assert len(made) == 3
+    trained = made["rope"]
     for row in made.values():
         assert row["tokens"] == 4 * 2 * 64
         assert list(row["before"]) == list(row["after"]) == ["64", "256", "512"]
@@ -107,8 +111,39 @@ def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
     assert len(lines) == 4
     zero = next(line for line in lines if line.startswith("| `rope` | 0 |"))
     assert [x.strip() for x in zero.split("|")[6:-1]] == ["", "", "", "+0.000"]
+    for row in list(made.values()):
+        if row["settings"]["steps"]:
+            cost = row["after"]["64"]["loss"] - trained["after"]["64"]["loss"]
+            start = f"| `{row['settings']['label']}` | 4 |"
+            line = next(line for line in lines if line.startswith(start))
+            assert line.endswith(f" {cost:+.3f} |")
     for name in ("table.md", "loss_by_length.png"):
         assert (tmp_path / "out" / name).stat().st_size > 200
+
+
+def test_temperatures_of_the_defaults_act_at_the_trained_length():
+    """What acts beyond the model's own length alone would be trained as plain attention."""
+    trained = Trained(64, 10_000.0, 8192, 9)
+    zero, last = torch.tensor(0), torch.tensor(4095)
+    for setting in parse(commands.MODS):
+        mod = SCORES[setting.score](trained)
+        if mod is not None:
+            assert mod(torch.tensor(1.0), zero, zero, last, zero) != 1, setting.label
+
+
+def test_the_figure_has_the_trained_row_of_each_setting(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(tables, "by_length", lambda ax, n, values, label: drawn.append(values))
+    loss = {"64": {"loss": 2.0}}
+    for steps in (0, 4, 8):
+        row = {"settings": {"label": "rope", "steps": steps, "lengths": [64]}, "before": loss}
+        row |= {"after": {"64": {"loss": 1 / steps}}} if steps else {}
+        (tmp_path / f"{steps}.json").write_text(json.dumps(row))
+    tables.report(tmp_path)
+    assert drawn[1] == {"rope, 8 steps": [1 / 8], "rope, 4 steps": [1 / 4]}
+    (tmp_path / "8.json").unlink()
+    tables.report(tmp_path)
+    assert drawn[3] == {"rope": [1 / 4]}
 
 
 def test_before_is_the_models_own_loss(command, folder, tmp_path):
@@ -182,6 +217,7 @@ def test_refuses_a_model_that_caps_its_logits(command, folder, monkeypatch, caps
         ("rope", {"lengths": "64,100"}, "lengths must be positive divisors"),
         ("rope", {"rate": -1}, "rate must be positive"),
         ("rope", {"steps": -1}, "steps"),
+        ("rope", {"trained": 0}, "trained must be at least 256"),
         ("rope", {"model": "/nowhere"}, "tokenizer must be"),
         ("rope", {"seconds": 0}, "run again to go on"),
     ],
