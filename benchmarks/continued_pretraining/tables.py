@@ -26,7 +26,7 @@ def report(folder: Path) -> str:
     if any(other != shared[0] for other in shared):
         raise ValueError(f"rows of {folder} must be of the same model, data and rates")
     lengths = [str(length) for length in shared[0]["lengths"]]
-    plain = {row["settings"]["steps"]: row for row in rows if row["settings"]["label"] == "rope"}
+    plain = [row for row in rows if row["settings"]["label"] == "rope"]
     header = [
         "",
         "steps",
@@ -37,7 +37,7 @@ def report(folder: Path) -> str:
     for row in rows:
         line = [f"`{row['settings']['label']}`", str(row["settings"]["steps"])]
         line += [_loss(row, when, n) for when in ("before", "after") for n in lengths]
-        line.append(_cost(row, plain.get(row["settings"]["steps"]), lengths[0]))
+        line.append(_cost(row, plain, lengths[0]))
         lines.append(line)
     (folder / "table.md").write_text(
         f"{markdown_table(header, lines)}\n\n![]({_draw(rows, lengths, folder)})\n",
@@ -53,11 +53,15 @@ def _loss(row: Row, when: str, length: str) -> str:
     return f"{row[when][length]['loss']:.3f}" if when in row else ""
 
 
-def _cost(row: Row, plain: Row | None, length: str) -> str:
-    if plain is None:
-        return ""
-    when = "after" if "after" in row else "before"
-    return f"{row[when][length]['loss'] - plain[when][length]['loss']:+.3f}"
+def _cost(row: Row, plain: list[Row], length: str) -> str:
+    """The last loss over that of the plain rows, after as many steps."""
+    when, steps = "after" if "after" in row else "before", row["settings"]["steps"]
+    losses = [
+        other[when][length]["loss"]
+        for other in plain
+        if when == "before" or other["settings"]["steps"] == steps
+    ]
+    return f"{row[when][length]['loss'] - losses[0]:+.3f}" if losses else ""
 
 
 def _draw(rows: list[Row], lengths: list[str], folder: Path) -> str:

@@ -131,6 +131,17 @@ def test_temperatures_of_the_defaults_act_at_the_trained_length():
             assert mod(torch.tensor(1.0), zero, zero, last, zero) != 1, setting.label
 
 
+def test_costs_are_over_plain_rows_of_as_many_steps():
+    def row(steps, loss):
+        made = {"settings": {"steps": steps}, "before": {"64": {"loss": loss}}}
+        return made | ({"after": {"64": {"loss": loss - 1}}} if steps else {})
+
+    plain = [row(4, 5.0), row(8, 4.5)]
+    assert tables._cost(row(8, 4.75), plain, "64") == "+0.250"
+    assert tables._cost(row(0, 4.75), plain[:1], "64") == "-0.250"
+    assert tables._cost(row(8, 4.75), plain[:1], "64") == ""
+
+
 def test_the_figure_has_the_trained_row_of_each_setting(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(tables, "by_length", lambda ax, n, values, label: drawn.append(values))
