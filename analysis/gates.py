@@ -9,8 +9,12 @@ to b, the mean over heads of these shares is
 
 that is 1/(t ln(b/a)) for a << t << b: every range [t, tΔ) there gets ln Δ / ln(b/a) of the layer's
 attention, whatever t. So the heads together satisfy the first condition, between a and b, from
-the start; `PowerAttention` spreads its gates so. The second condition does not follow: the share's
-negentropy grows with ln n, head by head.
+the start; `PowerAttention` spreads its gates so. The second condition does not follow: the mean
+over heads of p ln p, p = (1/n) e^(-t/n) the share at t for scores of one size, is
+
+    ∫ (1/n) e^(-t/n) (-ln n - t/n) dn/n / ln(b/a)  =  -(ln t + γ + 1) / (t ln(b/a)),
+
+γ Euler's constant, again for a << t << b: the negentropy of [t, tΔ) grows with ln t.
 """
 
 import torch

@@ -52,6 +52,17 @@ def test_the_starting_spread_gives_every_scale_the_same():
     assert one.max() > 10 * one.min()
 
 
+def test_the_starting_spreads_negentropy_grows_with_the_distance():
+    """The sum over a range of -(ln t + gamma + 1) / (t ln(b/a)), from its integral."""
+    layer = PowerAttention(64, 64, head_dim=16, horizons=(2, 1e7))
+    shares = gated_shares(starting_horizons(layer), torch.arange(30_001))
+    by_distance = torch.special.xlogy(shares, shares).mean(0)
+    for t in (100, 1000, 10_000):
+        got = by_distance[t : 3 * t].sum().item()
+        logs = math.log(t) + math.log(3) / 2 + 0.5772 + 1
+        assert got == pytest.approx(-logs * math.log(3) / math.log(1e7 / 2), rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("horizons", "edges", "options", "error", "words"),
     [
