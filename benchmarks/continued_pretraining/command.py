@@ -30,8 +30,8 @@ from score_mods._checks import integer
 
 MODS = (
     "rope,p_rope,p_rope*0,ntk,yarn,ssmax,ssmax:rotary=p_rope,ssmax:rotary=ntk,alibi,"
-    "scale_invariant:rotary=p_rope,tau=10,sigma=1,mu=off,sinks=0,"
-    "scale_invariant:rotary=p_rope,tau=10/3000"
+    "scale_invariant:rotary=p_rope/rope,tau=10,sigma=1,mu=off,sinks=0,"
+    "scale_invariant:rotary=p_rope/rope,tau=10,scale_invariant:rotary=p_rope,tau=3000"
 )
 
 

@@ -82,17 +82,19 @@ def command(folder, tmp_path):
 
 
 def test_the_settings_are_table_4s_and_the_measured_law():
-    """Table 4 of arXiv 2505.17083 has ten; two more with a measured law."""
+    """Table 4 of arXiv 2505.17083 has ten; RoPE beside p-RoPE and a measured law are new."""
     found = parse(commands.MODS)
-    assert len(found) == 12
+    assert len(found) == 14
     assert [x.label for x in found[:3]] == ["rope", "p_rope", "p_rope*0"]
     logn = [x.rotary for x in found if x.score == "ssmax"]
     assert logn == ["rope", "p_rope", "ntk"]
-    paper, *measured = (x for x in found if x.score == "scale_invariant")
-    assert (paper.tau, paper.sigma, paper.mu, paper.sinks) == (10.0, 1.0, False, 0)
-    assert [(x.tau, x.sigma, x.mu) for x in measured] == [
-        (10.0, "head", True),
-        (3000.0, "head", True),
+    law = [x for x in found if x.score == "scale_invariant"]
+    assert [(x.rotary, x.tau, x.sigma, x.mu, x.sinks) for x in law] == [
+        ("p_rope", 10.0, 1.0, False, 0),
+        ("rope", 10.0, 1.0, False, 0),
+        ("p_rope", 10.0, "head", True, 1),
+        ("rope", 10.0, "head", True, 1),
+        ("p_rope", 3000.0, "head", True, 1),
     ]
 
 
