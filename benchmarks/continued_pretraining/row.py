@@ -52,7 +52,7 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         "lengths": options.lengths,
         "data": data.describe(),
     }
-    name = re.sub(r"[^\w.=*-]+", "_", setting.label)[:80]
+    name = re.sub(r"[^\w.=-]+", "_", setting.label)[:80]
     folder = Path(options.out) / f"{name}-{digest(settings)}"
     made = row_of(folder, settings)
     if made is not None:

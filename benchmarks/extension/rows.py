@@ -46,7 +46,7 @@ class Rows:
 
     def _path(self, settings: Mapping[str, Any]) -> Path:
         named = f"{settings['label']}-{settings['text']}-{settings['length']}"
-        name = re.sub(r"[^\w.=*,-]+", "_", named)[:120]
+        name = re.sub(r"[^\w.=,-]+", "_", named)[:120]
         return self.folder / f"{name}-{digest(settings)}.json"
 
 

@@ -4,10 +4,11 @@
     python -m benchmarks in_context table reports/in_context
 
 The first makes a row, or several, and writes OUT/METHOD-SEED.json; a row that was stopped goes on
-where it was. Tokens a second are right where nothing else has the GPU. The second prints the tables of the rows in a folder, and draws them: loss by
-position and by training FLOPs, and power attention's total attention and negentropy by distance.
-Equal horizons start all gates alike; spread ones start with every octave of distances between
-them getting the same share of a layer's attention (`analysis.gates`).
+where it was. Its tokens a second hold for a GPU that does nothing else. The second prints the
+tables of the rows in a folder, and draws them: loss by position and by training FLOPs, and power
+attention's total attention and negentropy by distance. Equal horizons start all gates alike;
+spread ones start with every octave of distances between them getting the same share of a layer's
+attention (`analysis.gates`).
 """
 
 from __future__ import annotations

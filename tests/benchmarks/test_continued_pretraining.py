@@ -123,6 +123,13 @@ def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
         assert (tmp_path / "out" / name).stat().st_size > 200
 
 
+def test_rows_have_names_that_every_file_system_takes(command, tmp_path):
+    command("p_rope*0,ssmax:rotary=ntk*2", steps=0, lengths="64")
+    names = [path.name for path in (tmp_path / "out").glob("*.json")]
+    assert len(names) == 2
+    assert not any(set(name) & set('\\/:*?"<>|') for name in names)
+
+
 def test_temperatures_of_the_defaults_act_at_the_trained_length():
     """What acts beyond the model's own length alone would be trained as plain attention."""
     trained = Trained(64, 10_000.0, 8192, 9)
