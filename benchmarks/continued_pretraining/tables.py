@@ -13,12 +13,12 @@ Row = dict[str, Any]
 
 
 def report(folder: Path) -> str:
-    """Draw the rows of a folder into it, and return their table in Markdown.
+    """Draw the rows of a folder into it, and return their table in Markdown, the best first.
 
     Raises:
         ValueError: if it has none, or rows of different models, data or rates.
     """
-    rows = list(rows_of(folder, "before").values())
+    rows = sorted(rows_of(folder, "before").values(), key=_longest)
     shared = [
         {key: x for key, x in row["settings"].items() if key not in ("label", "setting", "steps")}
         for row in rows
@@ -49,6 +49,12 @@ def report(folder: Path) -> str:
     )
 
 
+def _longest(row: Row) -> float:
+    """The last loss at the longest length."""
+    last: float = list(row.get("after", row["before"]).values())[-1]["loss"]
+    return last
+
+
 def _loss(row: Row, when: str, length: str) -> str:
     return f"{row[when][length]['loss']:.3f}" if when in row else ""
 
@@ -65,15 +71,15 @@ def _cost(row: Row, plain: list[Row], length: str) -> str:
 
 
 def _draw(rows: list[Row], lengths: list[str], folder: Path) -> str:
-    """Loss against length before and after, of the rows with the least at the longest.
+    """Loss against length before and after, of `rope` and of the best at the longest.
 
     A row without training is drawn where its setting has none with it.
     """
-    name, longest = "loss_by_length.png", lengths[-1]
+    name = "loss_by_length.png"
     trained = {row["settings"]["label"] for row in rows if "after" in row}
     shown = [row for row in rows if "after" in row or row["settings"]["label"] not in trained]
-    shown.sort(key=lambda row: row.get("after", row["before"])[longest]["loss"])
-    shown = shown[: len(COLOURS)]
+    shown.sort(key=lambda row: row["settings"]["label"] != "rope")
+    shown = sorted(shown[: len(COLOURS)], key=_longest)
     names = [row["settings"]["label"] for row in shown]
     if len(set(names)) < len(names):
         names = [f"{row['settings']['label']}, {row['settings']['steps']} steps" for row in shown]

@@ -166,6 +166,22 @@ def test_the_figure_has_the_trained_row_of_each_setting(tmp_path, monkeypatch):
     assert drawn[3] == {"rope": [1 / 4]}
 
 
+def test_rows_come_the_best_first_and_the_figure_keeps_rope(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(tables, "by_length", lambda ax, n, values, label: drawn.append(values))
+    for i, label in enumerate(["rope", *(f"mod{i}" for i in range(1, 12))]):
+        row = {"settings": {"label": label, "steps": 1, "lengths": [64, 128]}}
+        for when in ("before", "after"):
+            row[when] = {"64": {"loss": i}, "128": {"loss": 20.0 - i}}
+        (tmp_path / f"{label}.json").write_text(json.dumps(row))
+    lines = [line for line in tables.report(tmp_path).splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == [
+        *(f"mod{i}" for i in range(11, 0, -1)),
+        "rope",
+    ]
+    assert list(drawn[1]) == [*(f"mod{i}" for i in range(11, 4, -1)), "rope"]
+
+
 def test_before_is_the_models_own_loss(command, folder, tmp_path):
     """Of the untouched model, by its own forward pass over the held-out contexts."""
     row = command("rope", steps=0, micro=8)["rope"]  # two contexts of 256 in one pass
