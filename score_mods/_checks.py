@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MOST = torch.iinfo(torch.int64).max
 
 
 def kind_of(value: Any) -> Any:
@@ -22,6 +23,8 @@ def integer(name: str, value: int, at_least: int = 1) -> int:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
+    if value > _MOST:
+        raise ValueError(f"{name} must be an int of 64 bits, got {value}")
     return value
 
 
@@ -30,18 +33,28 @@ def number(name: str, value: float, *, positive: bool = False) -> float:
     kind = "a positive number" if positive else "a number"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
-    if not math.isfinite(value) or (positive and value <= 0):
+    # Not by math.isfinite, which cannot be asked about an int that no float holds.
+    if not abs(value) <= sys.float_info.max or (positive and value <= 0):
         raise ValueError(f"{name} must be {kind}, finite, got {value}")
     return float(value)
 
 
 def sizes(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
     """`values`, if it is a tuple of ints of at least 1, and not empty."""
-    if not isinstance(values, tuple) or not values:
-        raise TypeError(f"{name} must be a tuple of ints, got {values!r}")
+    if not isinstance(values, tuple):
+        raise TypeError(f"{name} must be a tuple of ints, got {type(values).__name__}")
+    if not values:
+        raise ValueError(f"{name} must have at least one entry, got {values}")
     for value in values:
         integer(f"each of {name}", value)
     return values
+
+
+def integers(name: str, value: Tensor) -> Tensor:
+    """`value`, if it is an integer tensor."""
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be an integer tensor, got {kind_of(value)}")
+    return value
 
 
 def floating(name: str, value: Tensor, *axes: str) -> Tensor:
@@ -58,8 +71,7 @@ def floating(name: str, value: Tensor, *axes: str) -> Tensor:
 
 def positions_of_shape(positions: Tensor, *shapes: tuple[int, ...]) -> Tensor:
     """`positions`, if they are an integer tensor of one of these shapes, as int64."""
-    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
-        raise TypeError(f"positions must be an integer tensor, got {kind_of(positions)}")
+    integers("positions", positions)
     if not any(fits(positions.shape, shape) for shape in shapes):
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"positions must have shape {wanted}, got {tuple(positions.shape)}")

@@ -17,7 +17,7 @@ from score_mods._captured import (
     made_for,
     scalar,
 )
-from score_mods._checks import integer, kind_of
+from score_mods._checks import integer, integers, kind_of
 from score_mods.catalogue import stages
 from score_mods.masks import bounds_of
 
@@ -101,10 +101,9 @@ def _check_order(names: list[str]) -> None:
 
 def _offset(name: str, value: int | Tensor) -> Tensor:
     if isinstance(value, Tensor):
-        if value.ndim or value.is_floating_point():
+        if integers(name, value).ndim:
             raise ValueError(
-                f"{name} must be an int or a 0-d integer tensor, "
-                f"got {value.dtype} of shape {tuple(value.shape)}"
+                f"{name} must be an int or a 0-d integer tensor, got shape {tuple(value.shape)}"
             )
         return value
     if isinstance(value, bool) or not isinstance(value, int):
@@ -131,7 +130,7 @@ def with_offset(mod: AnyMod, q_offset: int | Tensor, kv_offset: int | Tensor = 0
 
     Raises:
         TypeError: if `mod` is neither kind, or an offset has the wrong type.
-        ValueError: if an offset is a tensor that is no 0-d integer one, or below 0 for a mod that
+        ValueError: if an offset is a tensor of more than one number, or below 0 for a mod that
             looks positions up in a table.
     """
     q_shift, kv_shift = _offset("q_offset", q_offset), _offset("kv_offset", kv_offset)
@@ -216,6 +215,11 @@ def with_positions(mod: AnyMod, q_positions: Tensor, kv_positions: Tensor | None
         if end < math.inf and table.max() >= end:
             raise ValueError(
                 f"{name} must be below {end} for a mod of so many positions, got {table.max()}"
+            )
+        # A KVCache has -1 where it has no token, which its mask hides.
+        if end < math.inf and not is_mask_mod(mod) and table.min() < 0:
+            raise ValueError(
+                f"{name} must be at least 0 for a score_mod of {end} positions, got {table.min()}"
             )
     rows: list[float] = [x.shape[0] for x in (q_positions, kv_table) if x.ndim == 2]
     if batch < math.inf:

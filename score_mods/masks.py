@@ -31,7 +31,7 @@ from score_mods._captured import (
     operands,
     to_device,
 )
-from score_mods._checks import integer, kind_of
+from score_mods._checks import integer, integers
 
 __all__ = [
     "and_masks",
@@ -133,14 +133,19 @@ def document(document_ids: Tensor) -> Mod:
         TypeError: if `document_ids` is no integer tensor.
         ValueError: if it has not one or two axes, or falls somewhere.
     """
-    if not isinstance(document_ids, Tensor) or document_ids.is_floating_point():
-        raise TypeError(f"document_ids must be an integer tensor, got {kind_of(document_ids)}")
-    if document_ids.ndim not in (1, 2):
+    if integers("document_ids", document_ids).ndim not in (1, 2) or 0 in document_ids.shape:
         raise ValueError(
-            f"document_ids must have shape (T,) or (B, T), got {(*document_ids.shape,)}"
+            "document_ids must have shape (T,) or (B, T), with no empty axis, "
+            f"got {(*document_ids.shape,)}"
         )
-    if not torch.compiler.is_compiling() and bool((document_ids.diff(dim=-1) < 0).any()):
-        raise ValueError("document_ids must never fall along the sequence")
+    if not torch.compiler.is_compiling():
+        # Not by their differences, which overflow in a small dtype.
+        falls = document_ids[..., 1:] < document_ids[..., :-1]
+        if bool(falls.any()):
+            before, after = document_ids[..., :-1][falls][0], document_ids[..., 1:][falls][0]
+            raise ValueError(
+                f"document_ids must never fall along the sequence, got {after} after {before}"
+            )
     ids = document_ids.contiguous()
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -106,10 +106,12 @@ def natten(
     Shi, "Dilated Neighborhood Attention Transformer", arXiv 2209.15001; the rules for even kernels
     and causal axes are those of the NATTEN library's FlexAttention form, which also has strides.
     """
-    steps = (1,) * len(sizes("shape", shape)) if dilation is None else dilation
+    sizes("shape", shape)
+    steps = (1,) * len(shape) if dilation is None else dilation
     flags = (False,) * len(shape) if is_causal is None else is_causal
     if not isinstance(flags, tuple) or not all(isinstance(flag, bool) for flag in flags):
-        raise TypeError(f"is_causal must be a tuple of bools, got {flags!r}")
+        got = flags if isinstance(flags, tuple) else type(flags).__name__
+        raise TypeError(f"is_causal must be a tuple of bools, got {got}")
     for name, values in (
         ("kernel", sizes("kernel", kernel)),
         ("dilation", sizes("dilation", steps)),

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, at_head, described, parameter
-from score_mods._checks import integer
+from score_mods._checks import integer, sizes
 from score_mods.fast import (
     Constants,
     fast_constants,
@@ -265,13 +265,7 @@ def scale_invariant_grid(
 
     Reference: derived in this module's docstring from arXiv 2505.17083, equation 15.
     """
-    if not isinstance(shape, tuple) or not all(type(extent) is int for extent in shape):
-        raise TypeError(f"shape must be a tuple of ints, got {shape!r}")
-    if not shape or min(shape) < 1:
-        raise ValueError(
-            f"shape must have at least one axis and extents of at least 1, got {shape}"
-        )
-    ndim = len(shape)
+    ndim = len(sizes("shape", shape))
     law = _law(tau, alpha, beta, sigma, mu, ndim)
     extents = [torch.tensor(extent) for extent in shape]
     strides = [torch.tensor(math.prod(shape[axis + 1 :])) for axis in range(ndim)]

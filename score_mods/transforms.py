@@ -139,8 +139,8 @@ def pose_positions(
         Increasing positions below `target_length`, `(length,)`, int64.
 
     Raises:
-        TypeError: if a length is no int.
-        ValueError: if it is out of its range.
+        TypeError: if a length is no int, or `generator` none.
+        ValueError: if a length is out of its range.
 
     Reference: Zhu et al., "PoSE", arXiv 2309.10400, in the form of the authors' public code.
 
@@ -149,6 +149,10 @@ def pose_positions(
     """
     integer("length", length, 2)
     skips = integer("target_length", target_length, length) - length
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {type(generator).__name__}"
+        )
 
     def draw(low: int, high: int) -> Tensor:
         return torch.randint(low, high + 1, (), generator=generator)

@@ -151,6 +151,9 @@ def test_no_mod_is_asked_for_positions_that_it_was_not_made_for(name):
             sm.with_offset(mod, -1)
         with pytest.raises(ValueError, match="q_positions must be below 20 for a mod"):
             sm.with_positions(mod, torch.tensor([[3], [20]]))
+        if scores:
+            with pytest.raises(ValueError, match="kv_positions must be at least 0 for a"):
+                sm.with_positions(mod, torch.tensor([3]), torch.tensor([-1, 3]))
 
 
 def test_heads_follow_a_mod_through_every_combination():
@@ -217,7 +220,8 @@ class Own:
         (lambda: sm.compose(lambda s: s), TypeError, "argument 0 must be a score_mod"),
         (lambda: sm.compose(3), TypeError, "got int"),
         (lambda: sm.with_offset(sm.causal, 1.5), TypeError, "q_offset must be an int"),
-        (lambda: sm.with_offset(sm.causal, 1, torch.tensor(1.0)), ValueError, "kv_offset"),
+        (lambda: sm.with_offset(sm.causal, 1, torch.tensor(1.0)), TypeError, "kv_offset"),
+        (lambda: sm.with_offset(sm.causal, torch.tensor(True)), TypeError, "got torch.bool"),
         (lambda: sm.with_offset(sm.causal, torch.tensor([1])), ValueError, "q_offset"),
         (lambda: sm.with_offset(lambda a: a, 1), TypeError, "function of 1 arguments"),
         (lambda: sm.with_offset([].append, 1), TypeError, "got builtin_function_or_method"),

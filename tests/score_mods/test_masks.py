@@ -312,7 +312,10 @@ def test_blocks_are_cached_and_the_mask_is_not():
         (lambda: sm.prefix_lm(-1), ValueError, "prefix_length"),
         (lambda: sm.document([0, 0, 1]), TypeError, "document_ids must be an integer tensor"),
         (lambda: sm.document(torch.tensor([0.0])), TypeError, "document_ids"),
-        (lambda: sm.document(torch.tensor([0, 1, 0])), ValueError, "never fall"),
+        (lambda: sm.document(torch.tensor([True, False])), TypeError, "got torch.bool"),
+        (lambda: sm.document(torch.tensor([0, 1, 0])), ValueError, "never fall .* got 0 after 1"),
+        (lambda: sm.document(torch.tensor([1, 0]).byte()), ValueError, "got 0 after 1"),
+        (lambda: sm.document(torch.ones(2, 0, dtype=torch.int)), ValueError, r"got \(2, 0\)"),
         (lambda: sm.document(torch.zeros(1, 1, 1, dtype=torch.int)), ValueError, "shape"),
         (lambda: sm.chunked(0), ValueError, "chunk must be at least 1"),
         (lambda: sm.lambda_mask(8, 0), ValueError, "sinks must be at least 1"),
@@ -328,6 +331,10 @@ def test_blocks_are_cached_and_the_mask_is_not():
         (lambda: sm.natten((3, 4), (3, 3), (1, 2)), ValueError, "kernel times dilation"),
         (lambda: sm.natten((3, 4), (3, 3), (1,)), ValueError, "dilation must have one entry"),
         (lambda: sm.natten((3, 4), (3, 3), 2), TypeError, "dilation must be a tuple of ints"),
+        (lambda: sm.natten([3], (3,), (1,)), TypeError, "shape must be a tuple of ints, got list"),
+        (lambda: sm.natten((), (), ()), ValueError, "shape must have at least one entry"),
+        (lambda: sm.natten(torch.ones(2, 2), (3,)), TypeError, "ints, got Tensor$"),
+        (lambda: sm.sliding_window(2**63), ValueError, "window must be an int of 64 bits"),
         (
             lambda: sm.natten((3, 4), (3, 3), is_causal=(1, 0)),
             TypeError,
@@ -387,3 +394,9 @@ def test_blocks_made_in_a_compiled_model_keep_their_strides(batch):
     assert sum("score_mods.kept" in name for name in operators) == (4 if batch > 1 else 0)
     transposed = torch.arange(6).view(2, 3).mT
     assert torch.ops.score_mods.kept(transposed).is_contiguous()
+
+
+def test_documents_of_a_small_dtype_may_span_it():
+    ids = torch.tensor([-100, 100], dtype=torch.int8)
+    visible = create_mask(sm.document(ids), 1, 1, 2, 2, device="cpu")
+    assert torch.equal(visible[0, 0], torch.eye(2, dtype=torch.bool))

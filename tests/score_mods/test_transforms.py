@@ -137,6 +137,8 @@ def test_skipped_positions_go_through_rotary_and_score_mods():
         (lambda: sm.coca(sm.rope(8)).keys(torch.zeros(1, 1, 2, 8)), ValueError, "t must have"),
         (lambda: sm.pose_positions(1, 8), ValueError, "length must be at least 2"),
         (lambda: sm.pose_positions(8, 7), ValueError, "target_length must be at least 8"),
+        (lambda: sm.pose_positions(2, 8, 0), TypeError, "generator must be a .* got int"),
+        (lambda: sm.cosscale(10**400), ValueError, "c must be a number, finite, got 1000"),
     ],
 )
 def test_bad_arguments_are_named(call, error, message):
