@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from score_mods._captured import Mod, to_device, within
 from score_mods.dense import check, dense_attention
 from score_mods.kernel_options import flash_obstacle, for_flash, kernel_options, prefers_flash
-from score_mods.masks import causal, create_block_mask
+from score_mods.masks import causal, create_block_mask, mask_of
 
 # Torch counts the graphs of one function over all the score_mods and lengths of a process, and
 # stops compiling at 8.
@@ -137,7 +137,7 @@ def attention(
     check_impl(impl, backend)
     check(q, k, v, score_mod, mask_mod, scale, enable_gqa)
     if impl == "dense":
-        dense_mask = mask_mod.mask_mod if isinstance(mask_mod, BlockMask) else mask_mod
+        dense_mask = mask_of(mask_mod) if isinstance(mask_mod, BlockMask) else mask_mod
         return dense_attention(q, k, v, score_mod, dense_mask, scale=scale, return_lse=return_lse)
 
     if q.dtype == torch.float64:

@@ -57,6 +57,12 @@ def check(
                 f"mask_mod must be for the lengths {(T_q, k.shape[2])}, "
                 f"got a BlockMask for {mask_mod.seq_lengths}"
             )
+        blocks = mask_mod.kv_num_blocks.shape[:2]
+        if blocks[0] not in (1, B) or blocks[1] not in (1, H):
+            raise ValueError(
+                f"mask_mod must be for a batch of {B} and {H} heads, or for 1 that all share, "
+                f"got a BlockMask for {tuple(blocks)}"
+            )
     elif mask_mod is not None:
         check_mask_mod(mask_mod)
     if torch.compiler.is_compiling():  # closures and symbolic numbers are not to be looked into

@@ -328,3 +328,32 @@ def create_block_mask(
     block_mask = copy.copy(cached)
     block_mask.mask_mod = to_device(mask_mod, device)
     return block_mask
+
+
+def mask_of(block_mask: BlockMask) -> Mod:
+    """The mask_mod of what FlexAttention's kernels see: full blocks, and the mask in partial ones.
+
+    A BlockMask that was made of blocks may have a mask_mod that knows nothing of them.
+    """
+    inside = block_mask.mask_mod
+    q_block, kv_block = block_mask.BLOCK_SIZE
+    partial = _block_table(block_mask.kv_num_blocks, block_mask.kv_indices)
+    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    full = torch.zeros_like(partial)
+    if counts is not None and indices is not None:
+        full = _block_table(counts, indices)
+
+    def blocks_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        batch, head = (x * (n > 1) for x, n in zip((b, h), partial.shape, strict=False))
+        block = batch, head, q_idx // q_block, kv_idx // kv_block
+        return full[block] | (partial[block] & inside(b, h, q_idx, kv_idx))
+
+    return blocks_mask
+
+
+def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
+    """Whether each block is among the first `counts` of its row's `indices`, bool."""
+    columns = indices.shape[-1]
+    listed = torch.arange(columns, device=indices.device) < counts[..., None]
+    table = listed.new_zeros((*indices.shape[:-1], columns + 1))  # the last for those not listed
+    return table.scatter(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 import score_mods as sm
 
@@ -180,6 +180,33 @@ def test_dense_keeps_its_precision_under_autocast():
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("inner", [None, sm.causal])
+def test_dense_sees_the_blocks_of_a_block_mask(inner):
+    counts = torch.tensor([[[2, 1, 0]], [[1, 1, 3]]], dtype=torch.int32)
+    order = torch.tensor([[[2, 0, 1], [1, 0, 0], [0, 1, 2]]], dtype=torch.int32).expand(2, 1, 3, 3)
+    full = torch.tensor([[[0, 1, 1]]], dtype=torch.int32).expand(2, 1, 3), order.flip(-1)
+    blocks = BlockMask.from_kv_blocks(
+        counts, order, *full, BLOCK_SIZE=128, mask_mod=inner, seq_lengths=(300, 300)
+    )
+    q, k, v = qkv(300, B=2)
+    seen = [[[0, 2], [1], []], [[2], [1], [0, 1, 2]]], [[], [0], [2]]
+    mask = torch.zeros(2, 3, 3, 128, 128, dtype=torch.bool)
+    for b in range(2):
+        for row in range(3):
+            mask[b, row, seen[0][b][row]] = True
+    within = mask.permute(0, 1, 3, 2, 4).reshape(2, 1, 384, 384)[..., :300, :300]
+    if inner is not None:
+        within = within.tril()
+    for row, columns in enumerate(seen[1]):
+        for column in columns:
+            area = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            within[:, :, area[0], area[1]] = True
+    scores = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).masked_fill(~within, -math.inf)
+    expected = (scores.softmax(-1).nan_to_num() @ v.double()).float()
+    got = sm.attention(q, k, v, None, blocks, impl="dense")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_nothing_given_is_plain_attention():
     q, k, v = qkv(33, 20, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -239,6 +266,12 @@ def bad(name, error, message, **changes):
             ValueError,
             r"lengths \(8, 8\)",
             mask_mod=sm.create_block_mask(sm.causal, 1, 1, 9, 8),
+        ),
+        bad(
+            "batch of blocks",
+            ValueError,
+            "for a batch of 1 and 2 heads",
+            mask_mod=sm.create_block_mask(sm.document(torch.zeros(3, 8).int()), 3, 1, 8, 8),
         ),
         bad("scale", ValueError, "scale must be a number", scale=float("nan")),
         bad("scale's type", TypeError, "scale must be a number", scale=torch.tensor(0.3)),
