@@ -39,8 +39,20 @@ class Rotary:
     start_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Check the frequencies."""
+        """Check the parts."""
         floating("frequencies", self.frequencies, "R/2")
+        number("attention_factor", self.attention_factor)
+        if not isinstance(self.interleaved, bool):
+            raise TypeError(f"interleaved must be a bool, got {type(self.interleaved).__name__}")
+        integer("start_tokens", self.start_tokens, at_least=0)
+        if self.start is not None:
+            if not isinstance(self.start, Rotary):
+                raise TypeError(f"start must be a Rotary or None, got {type(self.start).__name__}")
+            if not fits(self.start.frequencies.shape, self.frequencies.shape):
+                raise ValueError(
+                    f"start must have {len(self.frequencies)} frequencies, "
+                    f"got {len(self.start.frequencies)}"
+                )
 
     def to(self, device: torch.device | str) -> Rotary:
         """The scheme with its frequencies on `device`, where no call then has to copy them to.
@@ -70,10 +82,9 @@ class Rotary:
             `(cos, sin)`, each `(..., R/2)`.
 
         Raises:
-            TypeError: if `positions` is no tensor.
+            TypeError: if `positions` is no integer or floating tensor.
         """
-        if not isinstance(positions, Tensor):
-            raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
+        _check_positions(positions)
         wide = torch.float32 if positions.device.type == "mps" else torch.float64
         angles = positions.to(wide)[..., None] * self.frequencies.to(positions.device, wide)
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
@@ -95,11 +106,11 @@ class Rotary:
             float32)`.
 
         Raises:
-            TypeError: if x is no floating tensor or positions no tensor.
+            TypeError: if x is no floating tensor, or positions no integer or floating one.
             ValueError: if x has not four axes or too few channels, or positions do not fit.
         """
-        if positions is not None and not isinstance(positions, Tensor):
-            raise TypeError(f"positions must be a tensor or None, got {type(positions).__name__}")
+        if positions is not None:
+            _check_positions(positions)
         self._check(x)
         if positions is None:
             positions = torch.arange(x.shape[2], device=x.device)
@@ -123,13 +134,21 @@ class Rotary:
 
         Raises:
             TypeError: if an argument is no floating tensor.
-            ValueError: if x has not four axes or too few channels.
+            ValueError: if x has not four axes or too few channels, or cos or sin another shape.
         """
         self._check(x)
-        floating("cos", cos), floating("sin", sin)
+        rotated = 2 * self.frequencies.shape[0]
+        for name, table in (("cos", cos), ("sin", sin)):
+            if not isinstance(table, Tensor) or not table.is_floating_point():
+                raise TypeError(f"{name} must be a floating tensor, got {kind_of(table)}")
+            rows = x.shape[2], rotated // 2
+            if not any(fits(table.shape, y) for y in (rows, (1, *rows), (x.shape[0], *rows))):
+                raise ValueError(
+                    f"{name} must have shape {rows} or {(x.shape[0], *rows)}, "
+                    f"got {tuple(table.shape)}"
+                )
         if cos.ndim == 3:
             cos, sin = cos[:, None], sin[:, None]
-        rotated = 2 * self.frequencies.shape[0]
         part = x[..., :rotated].to(cos.dtype)
         if self.interleaved:
             first, second = part[..., 0::2], part[..., 1::2]
@@ -147,6 +166,12 @@ class Rotary:
             raise ValueError(
                 f"x must have shape (B, H, T, D) with D >= {rotated}, got {tuple(x.shape)}"
             )
+
+
+def _check_positions(positions: Tensor) -> None:
+    kind = kind_of(positions)
+    if not isinstance(positions, Tensor) or kind == torch.bool or positions.is_complex():
+        raise TypeError(f"positions must be an integer or floating tensor, got {kind}")
 
 
 def _pairs(head_dim: int) -> int:

@@ -264,7 +264,10 @@ def _divisors(name: str, factors: Sequence[float] | Tensor, rotary: Rotary) -> T
         divisors = torch.as_tensor(factors, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{expected}, got {factors!r}") from error
-    if divisors.shape != rotary.frequencies.shape or not (divisors > 0).all():
+    if (
+        divisors.shape != rotary.frequencies.shape
+        or not ((divisors > 0) & divisors.isfinite()).all()
+    ):
         raise ValueError(f"{expected}, got {divisors.tolist()}")
     return divisors
 

@@ -267,7 +267,27 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.rope(16)(torch.zeros(1, 2, 3, 8)), ValueError, "D >= 16"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8).int()), TypeError, "x must be a floating"),
         (lambda: sm.rope(8)(torch.zeros(1, 2, 3, 8), [0, 1, 2]), TypeError, "positions must be a"),
-        (lambda: sm.rope(8).cos_sin([0, 1]), TypeError, "positions must be a tensor, got list"),
+        (lambda: sm.rope(8)(torch.zeros(1, 2, 1, 8), torch.ones(1) > 0), TypeError, "torch.bool"),
+        (lambda: sm.rope(8).cos_sin([0, 1]), TypeError, "positions must be an integer or .* list"),
+        (
+            lambda: sm.rope(8).turn(torch.zeros(1, 2, 3, 8), torch.ones(3, 4), torch.ones(1, 4)),
+            ValueError,
+            r"sin must have shape \(3, 4\) or \(1, 3, 4\), got \(1, 4\)",
+        ),
+        (
+            lambda: sm.Rotary(torch.ones(2), attention_factor="1"),
+            TypeError,
+            "attention_factor must be a number, got str",
+        ),
+        (lambda: sm.Rotary(torch.ones(2), interleaved=1), TypeError, "interleaved must be a bool"),
+        (lambda: sm.Rotary(torch.ones(2), start=8), TypeError, "start must be a Rotary or None"),
+        (
+            lambda: sm.Rotary(torch.ones(2), start=sm.rope(2), start_tokens=1),
+            ValueError,
+            "start must have 2 frequencies, got 1",
+        ),
+        (lambda: sm.Rotary(torch.ones(2), start_tokens=-1), ValueError, "start_tokens"),
+        (lambda: sm.longrope(4, [1.0, float("inf")], 2.0, 64), ValueError, "factors must be 2"),
         (
             lambda: sm.rope(8).turn(torch.zeros(1, 2, 3, 8), 1.0, 0.0),
             TypeError,
@@ -292,3 +312,8 @@ def test_a_scheme_moves_with_its_first_tokens():
     assert moved.start.frequencies.is_meta
     x = torch.randn(1, 2, 7, 4)
     assert torch.equal(rotary.to("cpu")(x), rotary(x))
+
+
+def test_no_tokens_are_rotated_to_none():
+    x = torch.zeros(2, 3, 0, 8)
+    assert sm.rope(8)(x).shape == x.shape
