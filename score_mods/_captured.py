@@ -80,10 +80,29 @@ def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Te
             f"{name} must have shape (1,) (for all heads) or (H,), got a 0-d tensor that requires "
             "grad, which FlexAttention cannot train before torch 2.14"
         )
-    if not (value.requires_grad or torch.compiler.is_compiling()):
-        for item in value.flatten().tolist():
-            number(name, item, positive=positive)
+    fits = value.isfinite() & (value > 0) if positive else value.isfinite()
+    if not (value.requires_grad or holds(fits)):
+        number(name, value[~fits][0].item(), positive=positive)
     return value
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether a condition on values is met everywhere, as far as they can be looked at.
+
+    They cannot in a compiled function, under `torch.func.vmap` and on the meta device.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(condition.all())
+    except RuntimeError:
+        return True
+
+
+def check_values(name: str, expected: str, value: Tensor, fits: Tensor) -> None:
+    """Raise ValueError unless `fits` holds for every value."""
+    if not holds(fits):
+        raise ValueError(f"{name} must be {expected}, got {value[~fits][0].item():.4g}")
 
 
 def at_head(value: Any, h: Tensor, dtype: torch.dtype) -> Any:
@@ -239,6 +258,11 @@ _moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _tensor_on(value: Tensor, device: torch.device) -> Tensor:
     if value.device == device:
         return value
+    if value.is_meta:
+        raise ValueError(
+            "mod must capture tensors that have values, got one on the meta device: make it "
+            'outside torch.device("meta")'
+        )
     if value.requires_grad or value.is_inference():
         return value.to(device)
     version, device_before, copy = _moved.get(value, (None, None, None))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._captured import Mod, at_head, described, holds, parameter
 from score_mods._checks import integer
 
 
@@ -159,7 +159,7 @@ def kerple_power(r1: float | Tensor, r2: float | Tensor) -> Mod:
     Reference: Chi et al., "KERPLE", arXiv 2205.09921, and the authors' public code.
     """
     height, power = parameter("r1", r1, positive=True), parameter("r2", r2, positive=True)
-    if not (power.requires_grad or torch.compiler.is_compiling()) and power.max() > 2:
+    if not (power.requires_grad or holds(power <= 2)):
         raise ValueError(f"r2 must be at most 2, got {r2}")
 
     def penalty(h: Tensor, t: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, described
+from score_mods._captured import Mod, check_values, described
 from score_mods._checks import floating
 
 
@@ -20,20 +20,25 @@ def forgetting_gate(log_g: Tensor) -> Mod:
     more, and decoding needs the gates of all the tokens so far (and `with_offset`).
 
     Args:
-        log_g: logarithms of the gates, at most 0, `(B, H, T)` with one for each query head; B and
-            H may be 1 for all. The paper has log sigmoid of a linear map of the token. Learnable.
+        log_g: logarithms of the gates, finite and at most 0, `(B, H, T)` with one for each query
+            head; B and H may be 1 for all. The paper has log sigmoid of a linear map of the token.
+            Learnable. Values are checked on a CPU only, where that needs no wait.
 
     Returns:
         A score_mod; it returns `promote_types(score.dtype, float32)`.
 
     Raises:
         TypeError: if `log_g` is no floating tensor.
-        ValueError: if it has not three axes.
+        ValueError: if it has not three axes, or a wrong value.
 
     Reference: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", arXiv
     2503.02130.
     """
-    at_query = floating("log_g", log_g, "B", "H", "T").double().cumsum(-1)
+    floating("log_g", log_g, "B", "H", "T")
+    if log_g.device.type == "cpu":
+        fits = (log_g <= 0) & log_g.isfinite()
+        check_values("log_g", "<= 0 and finite (a gate of at most 1)", log_g, fits)
+    at_query = log_g.double().cumsum(-1)
     # A second tensor, because FlexAttention compiles one gather from each that requires grad.
     at_key = at_query.clone()
     one_batch, one_head = log_g.shape[0] == 1, log_g.shape[1] == 1

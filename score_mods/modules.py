@@ -21,6 +21,7 @@ from score_mods._captured import (
     Mod,
     arguments_of,
     check_mask_mod,
+    check_values,
     described,
     named,
     to_device,
@@ -59,7 +60,8 @@ class Learnable(nn.Module):
 
         Raises:
             TypeError: if `factory` is not callable.
-            ValueError: if no argument is a floating tensor, or tau, sigma or alpha not positive.
+            ValueError: if no argument is a floating tensor, or tau, sigma or alpha not positive
+                and finite.
         """
         super().__init__()
         if not callable(factory):
@@ -70,9 +72,9 @@ class Learnable(nn.Module):
                 self.arguments[name] = value
             elif name not in _POSITIVE:
                 self.register_parameter(name, nn.Parameter(value.detach().clone()))
-            elif not (value > 0).all():
-                raise ValueError(f"{name} must be positive, got {value.min().item()}")
             else:
+                fits = (value > 0) & value.isfinite()
+                check_values(name, "positive and finite", value, fits)
                 self.register_parameter(f"log_{name}", nn.Parameter(value.detach().log()))
         if not self._parameters:
             raise ValueError("arguments must have a floating tensor to learn, got none")

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, described
+from score_mods._captured import Mod, check_values, described
 from score_mods._checks import floating, integer, number, positions_of_shape
 from score_mods.attention import attention
 from score_mods.combine import compose
@@ -167,7 +167,7 @@ def log_linear(
 
     Args:
         level_scales: positive, `(B, H, T, L)`, for positions below 2^(L-1); B may be 1 for all.
-            Learnable.
+            Learnable. Values are checked on a CPU only.
         log_g: logarithms of the gates, as in `forgetting_gate`, or None.
         positions: of the tokens, integers, `(T,)`, starting again in every packed document; 0 to
             T - 1 if not given.
@@ -177,8 +177,8 @@ def log_linear(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if `level_scales` has not four axes or too few levels, or `log_g` not three
-            axes.
+        ValueError: if `level_scales` has not four axes or too few levels, `log_g` not three axes,
+            or one a wrong value.
 
     Reference: Guo et al., "Log-Linear Attention", arXiv 2506.04761; the levels are checked against
     the naive form in github.com/fla-org/flash-linear-attention.
@@ -188,6 +188,9 @@ def log_linear(
     if positions is None:
         positions = torch.arange(T, device=level_scales.device)
     at = positions_of_shape(positions, (T,))
+    if level_scales.device.type == "cpu":
+        fits = (level_scales > 0) & level_scales.isfinite()
+        check_values("level_scales", "positive and finite", level_scales, fits)
     if not torch.compiler.is_compiling() and at.max() >= 2 ** (levels - 1):
         raise ValueError(
             "level_scales must have L with positions below 2^(L-1), "

@@ -62,7 +62,15 @@ class Rotary:
 
         Returns:
             A scheme of the same angles.
+
+        Raises:
+            ValueError: if the frequencies are on the meta device, and have no values.
         """
+        if self.frequencies.is_meta and torch.device(device).type != "meta":
+            raise ValueError(
+                "frequencies must have values, got a Rotary on the meta device: make it outside "
+                'torch.device("meta")'
+            )
         start = None if self.start is None else self.start.to(device)
         return replace(self, frequencies=self.frequencies.to(device), start=start)
 

@@ -53,7 +53,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, at_head, described, parameter
+from score_mods._captured import Mod, at_head, described, holds, parameter
 from score_mods._checks import integer, sizes
 from score_mods.fast import (
     Constants,
@@ -87,7 +87,7 @@ def _law(
         None if beta is None else parameter("beta", beta),
     )
     given = alpha is not None or beta is not None
-    if given and not torch.compiler.is_compiling() and _boundary(law)[0].min() <= 0:
+    if given and not holds(_boundary(law)[0] > 0):
         raise ValueError(
             "beta must be above alpha * log(alpha), so that a_t is above 0 at distance 0, got "
             f"alpha={'exp(sigma²/2)' if alpha is None else alpha}, "

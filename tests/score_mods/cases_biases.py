@@ -170,6 +170,8 @@ BAD = [
     (lambda: sm.fire(W1, B1, W2, B2, eps=0.0), ValueError, "eps"),
     (lambda: sm.fire(W1, B1, W2, B2, eps=torch.ones(3)), TypeError, "eps must be a positive num"),
     (lambda: sm.forgetting_gate(torch.ones(2, 3)), ValueError, "log_g must have shape"),
+    (lambda: sm.forgetting_gate(torch.ones(1, 1, 3)), ValueError, "log_g must be <= 0 .* got 1$"),
+    (lambda: sm.forgetting_gate(torch.zeros(1, 1, 3).log()), ValueError, "log_g .* got -inf$"),
     (lambda: sm.forgetting_gate(torch.ones(1, 2, 3, dtype=int)), TypeError, "log_g"),
     (lambda: sm.softcap(0), ValueError, "cap must be a positive number"),
     (lambda: sm.softcap(torch.ones(3)), TypeError, "cap must be a positive number, got Tensor"),

@@ -367,9 +367,9 @@ def test_bad_arguments_are_named(changes, error, message):
 def test_bad_learnables_and_inputs_are_named():
     with pytest.raises(TypeError, match="factory must be callable"):
         Learnable(1.0, tau=TAU)
-    with pytest.raises(ValueError, match="tau must be positive, got -1"):
+    with pytest.raises(ValueError, match="tau must be positive and finite, got -1"):
         Learnable(sm.scale_invariant, tau=torch.tensor([-1.0]))
-    with pytest.raises(ValueError, match="tau must be positive, got nan"):
+    with pytest.raises(ValueError, match="tau must be positive and finite, got nan"):
         Learnable(sm.scale_invariant, tau=torch.tensor([1.0, torch.nan]))
     with pytest.raises(ValueError, match="a floating tensor to learn"):
         Learnable(sm.scale_invariant, tau=10.0)

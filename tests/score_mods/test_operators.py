@@ -295,6 +295,8 @@ def test_inline_attention():
         (lambda: sm.focused_features([1.0]), TypeError, "x must be a floating tensor, got list"),
         (lambda: sm.focused_features(torch.ones(2, 0)), ValueError, "x must have no empty axis"),
         (lambda: sm.log_linear(torch.ones(9, 5)), ValueError, "level_scales must have shape"),
+        (lambda: sm.log_linear(torch.zeros(1, 1, 2, 3)), ValueError, "level_scales .* got 0$"),
+        (lambda: sm.power(2, torch.ones(1, 1, 3)), ValueError, "log_g must be <= 0"),
         (lambda: sm.log_linear([1.0]), TypeError, "level_scales must be a floating tensor"),
         (
             lambda: sm.dense_attention(*qkv(9), sm.log_linear(torch.ones(1, 2, 8, 4))),
