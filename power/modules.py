@@ -54,8 +54,8 @@ class PowerAttention(nn.Module):
         dtype: Dtype of the parameters.
 
     Raises:
-        TypeError: If a size or `deg` is not an int, the horizons are not numbers, or `rotary` is
-            not a function.
+        TypeError: If a size or `deg` is not an int, `gated` or `norm` not a bool, the horizons are
+            not numbers, or `rotary` is not a function.
         ValueError: If sizes, the degree or the horizons do not fit, or `impl` is unknown.
 
     Reference: Gelada et al., "Scaling Context Requires Rethinking Attention" (arXiv
@@ -106,6 +106,9 @@ class PowerAttention(nn.Module):
             )
         if chunk_size is not None:
             check_size("chunk_size", chunk_size)
+        for name, flag in (("gated", gated), ("norm", norm)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
         if rotary is not None and not callable(rotary):
             raise TypeError(f"rotary must be a function or None, got {type(rotary).__name__}")
         if not isinstance(horizons, (tuple, list)) or not all(
@@ -184,7 +187,7 @@ class PowerAttention(nn.Module):
             `[B, T, dim]`, and the state.
 
         Raises:
-            TypeError: If `x` is not a tensor.
+            TypeError: If `x` is not a floating tensor.
             ValueError: If `x` has another shape.
         """
         self._check(x)
@@ -208,7 +211,7 @@ class PowerAttention(nn.Module):
             `[B, n, dim]`, and the state after these tokens.
 
         Raises:
-            TypeError: If `x` is not a tensor or `state` not a `DecodeState`.
+            TypeError: If `x` is not a floating tensor or `state` not a `DecodeState`.
             ValueError: If `x` has another shape, or gradients are enabled.
         """
         self._check(x)
@@ -225,6 +228,8 @@ class PowerAttention(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         check_tensor("x", x, ("B", "T", self.dim))
+        if not x.is_floating_point():
+            raise TypeError(f"x must have a floating dtype, got {x.dtype}")
 
     def _project(
         self, x: Tensor, positions: Tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from score_mods._captured import Mod, kept
+from score_mods._captured import Mod, check_mask_mod, kept
 from score_mods._checks import integer, positions_of_shape
 from score_mods.combine import with_positions
 from score_mods.masks import and_masks
@@ -99,6 +99,8 @@ class KVCache:
 
     def next_positions(self, count: int) -> Tensor:
         """Positions of the next `count` tokens of each row, `(B, count)`."""
+        if not torch.compiler.is_compiling():
+            integer("count", count, at_least=0)
         return kept(self.lengths[:, None] + torch.arange(count, device=self.lengths.device))
 
     def update(
@@ -166,10 +168,16 @@ class KVCache:
 
         Returns:
             A mask_mod that hides unfilled slots, and those that a sliding cache has evicted.
+
+        Raises:
+            TypeError: if `mask_mod` is no mask_mod, or positions no int32 or int64 tensor.
+            ValueError: if positions have not one or two axes.
         """
+        if mask_mod is not None:
+            check_mask_mod(mask_mod)
         parts = [_filled] if mask_mod is None else [_filled, mask_mod]
         if self.sliding:
-            parts.append(_nearer_than(self.capacity, q_positions.device))
+            parts.append(_nearer_than(self.capacity, self.lengths.device))
         return with_positions(and_masks(*parts), q_positions, kv_positions)
 
     def _check_order(self, positions: Tensor) -> None:

@@ -110,6 +110,8 @@ def dense_attention(
         ValueError: if shapes, dtypes, devices or lengths do not fit.
     """
     check(q, k, v, score_mod, mask_mod, scale, enable_gqa=True)
+    if q.dtype.itemsize < 2:
+        raise TypeError(f"q must have a floating dtype of 16 bits or more, got {q.dtype}")
     with torch.autocast(q.device.type, enabled=False):
         out, lse = _attend(q, k, v, score_mod, mask_mod, scale)
     return (out, lse) if return_lse else out

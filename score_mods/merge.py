@@ -29,12 +29,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     Raises:
         TypeError: if an argument is no floating tensor.
-        ValueError: if shapes do not fit, or an lse is in half precision.
+        ValueError: if shapes or devices do not fit, or an lse is in half precision.
     """
     check_partial("a", out_a, lse_a)
     check_partial("b", out_b, lse_b)
     if out_a.shape != out_b.shape:
         raise ValueError(f"out_b must have out_a's shape {(*out_a.shape,)}, got {(*out_b.shape,)}")
+    if out_a.device != out_b.device:
+        raise ValueError(f"out_b must be on {out_a.device} as out_a is, got {out_b.device}")
     top = torch.maximum(lse_a, lse_b).detach()
     top = torch.where(top.isneginf(), 0, top)
     weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
@@ -54,6 +56,10 @@ def check_partial(name: str, out: Tensor, lse: Tensor) -> None:
         raise ValueError(
             f"out{suffix} and lse{suffix} must have shapes (B, H, T, D_v) and (B, H, T), "
             f"got {(*out.shape,)} and {(*lse.shape,)}"
+        )
+    if lse.device != out.device:
+        raise ValueError(
+            f"lse{suffix} must be on {out.device} as out{suffix} is, got {lse.device}"
         )
     if lse.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"lse{suffix} must be float32 or float64, got {lse.dtype}")

@@ -182,6 +182,8 @@ def test_errors(message, options):
         ("deg must be an int, got float", {"deg": 2.0}),
         ("chunk_size must be an int, got float", {"chunk_size": 64.0}),
         ("rotary must be a function or None, got int", {"rotary": 3}),
+        ("gated must be a bool, got str", {"gated": "no"}),
+        ("norm must be a bool, got int", {"norm": 0}),
     ],
 )
 def test_errors_of_type(message, options):
@@ -196,6 +198,8 @@ def test_errors_of_calls(layer, x):
         layer.step(x[:, :1], layer.prefill(x[:, :0])[1])
     with pytest.raises(TypeError, match="x must be a tensor, got list"):
         layer([x])
+    with pytest.raises(TypeError, match=r"x must have a floating dtype, got torch\.int64"):
+        layer(x.long())
     with pytest.raises(TypeError, match="state must be a DecodeState, got tuple"):
         layer.step(x, (1, 2))
     with pytest.raises(TypeError, match="cu_seqlens must be a tensor, got list"):

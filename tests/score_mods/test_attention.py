@@ -328,6 +328,11 @@ def test_bad_arguments_are_named(changes, error, message):
         ({"mask_mod": sm.document(torch.zeros(7).int())}, ValueError, "8 queries"),
         ({"score_mod": sm.causal}, TypeError, "score_mod must be a score_mod"),
         ({"scale": "1"}, TypeError, "scale"),
+        (
+            dict.fromkeys("qkv", torch.zeros(1, 2, 8, 16).to(torch.float8_e4m3fn)),
+            TypeError,
+            "16 bits or more",
+        ),
     ],
 )
 def test_the_dense_form_names_bad_arguments_too(changes, error, message):

@@ -138,6 +138,15 @@ def test_bad_arguments_are_named():
         cache.update(k, v, torch.tensor([False, True, True]))
     with pytest.raises(ValueError, match=r"positions must have shape \(3,\) or \(2, 3\)"):
         cache.update(k, v, torch.arange(2))
+    with pytest.raises(TypeError, match="count must be an int, got float"):
+        cache.next_positions(3.0)
+    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
+        cache.next_positions(-1)
+    for held in (cache, KVCache(B, H, 4, D, sliding=True)):
+        with pytest.raises(TypeError, match=r"mask_mod must be a mask_mod .* got str"):
+            held.mask("causal", torch.arange(3), torch.arange(3))
+        with pytest.raises(TypeError, match="q_positions must be an int32 or int64 tensor"):
+            held.mask(None, [0], torch.arange(3))
     with pytest.raises(ValueError, match=r"use torch.no_grad\(\)"):
         cache.update(k.requires_grad_(), v)
     with torch.no_grad():

@@ -411,6 +411,12 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
         (lambda: sm.merge(OUT, LSE, OUT, LSE[..., :1]), ValueError, "out_b and lse_b"),
         (lambda: sm.merge(OUT, LSE, OUT[..., :1], LSE), ValueError, "out_b must have out_a's"),
         (lambda: sm.merge(OUT, LSE.half(), OUT, LSE), ValueError, "lse_a must be float32"),
+        (lambda: sm.merge(OUT, LSE.to("meta"), OUT, LSE), ValueError, "lse_a must be on cpu"),
+        (
+            lambda: sm.merge(OUT, LSE, OUT.to("meta"), LSE.to("meta")),
+            ValueError,
+            "out_b must be on cpu as out_a is, got meta",
+        ),
     ],
 )
 def test_bad_arguments_are_named(make, error, message):
