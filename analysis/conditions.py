@@ -20,7 +20,6 @@ Reference: Anson, Wang & Aitchison, "Scale-invariant attention", arXiv 2505.1708
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 
 import numpy as np
 import torch
@@ -28,6 +27,8 @@ from torch import Tensor
 
 from analysis.ranges import checked_edges, chunks, merge
 from score_mods import to_device
+from score_mods._captured import arguments_of, named
+from score_mods._checks import integer, integers, number
 
 ScoreMod = Callable[..., Tensor]
 Moment = float | Tensor | Callable[[Tensor], Tensor]
@@ -126,19 +127,17 @@ def predict(
         A `Prediction`.
 
     Raises:
-        TypeError: `t` is not an integer tensor, or `score_mod` no plain score_mod.
-        ValueError: `t` is not 1-D, empty, negative or past `q_idx`; `sigma` is not positive;
-            `head` or `nodes` is out of its range.
+        TypeError: `t` is not an integer tensor, `score_mod` no plain score_mod, or a number has
+            the wrong type.
+        ValueError: `t` is not 1-D, empty, negative or past `q_idx`; `mu` or `sigma` is not finite,
+            or `sigma` not positive; `head` or `nodes` is out of its range.
     """
-    if not isinstance(t, Tensor) or t.is_floating_point() or t.is_complex():
-        got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"t must be an integer tensor of distances, got {got}")
-    if t.ndim != 1 or not len(t):
+    if integers("t", t).ndim != 1 or not len(t):
         raise ValueError(f"t must be 1-D and not empty, got shape {tuple(t.shape)}")
-    q_idx = int(t.max()) if q_idx is None else q_idx
+    q_idx = int(t.max()) if q_idx is None else integer("q_idx", q_idx, at_least=0)
     if t.min() < 0 or t.max() > q_idx:
         raise ValueError(f"t must lie in 0..q_idx={q_idx}, got {int(t.min())}..{int(t.max())}")
-    if not 1 <= nodes <= _MOST_NODES:
+    if integer("nodes", nodes) > _MOST_NODES:
         raise ValueError(f"nodes must lie in 1..{_MOST_NODES}, got {nodes}")
     mean, deviation = _at(mu, t, "mu"), _at(sigma, t, "sigma")
     if not bool((deviation > 0).all()):
@@ -195,8 +194,8 @@ def expected(
         An `Expected`.
 
     Raises:
-        TypeError: `edges` are not integers, `mu` or `sigma` is a tensor, or `score_mod` is no
-            plain score_mod.
+        TypeError: `edges` are not integers, `mu` or `sigma` is a tensor, `score_mod` is no plain
+            score_mod, or a number has the wrong type.
         ValueError: `edges` do not increase, are negative or reach past `q_idx + 1`; `head` or
             `nodes` is out of its range.
 
@@ -206,7 +205,10 @@ def expected(
     """
     for name, moment in (("mu", mu), ("sigma", sigma)):
         if isinstance(moment, Tensor) and moment.ndim:
-            raise TypeError(f"{name} must be a number or a function of the distances")
+            raise TypeError(
+                f"{name} must be a number or a function of the distances, "
+                f"got a tensor of shape {tuple(moment.shape)}"
+            )
     edges = checked_edges(edges)
     q_idx = int(edges[-1]) - 1 if q_idx is None else q_idx
     log_totals, mean_logits, affine = [], [], True
@@ -251,14 +253,15 @@ def expected_entropy(
         Mean entropy in nats and its standard error over rows, an `Estimate`.
 
     Raises:
-        TypeError: `edges` are not integers, or `score_mod` is no plain score_mod.
-        ValueError: `rows` is below 2, `edges` do not increase or reach past `q_idx + 1`, or `head`
-            is out of its range.
+        TypeError: `edges` are not integers, `score_mod` is no plain score_mod, or a number has the
+            wrong type.
+        ValueError: `rows` is below 2, `seed` below 0, `edges` do not increase or reach past
+            `q_idx + 1`, `mu` or `sigma` is not finite, or `head` is out of its range.
     """
-    if rows < 2:
-        raise ValueError(f"rows must be at least 2, for a standard error, got {rows}")
+    integer("rows", rows, at_least=2)  # for a standard error
+    integer("seed", seed, at_least=0)
     edges = checked_edges(edges)
-    q_idx = int(edges[-1]) - 1 if q_idx is None else q_idx
+    q_idx = int(edges[-1]) - 1 if q_idx is None else integer("q_idx", q_idx, at_least=0)
     if edges[-1] > q_idx + 1:
         raise ValueError(f"edges must not pass q_idx + 1 = {q_idx + 1}, got {int(edges[-1])}")
     generator = torch.Generator(edges.device).manual_seed(seed)
@@ -310,18 +313,22 @@ def limits(
         `(E[Z], E[N~])`.
 
     Raises:
-        ValueError: `delta` is not above 1, or `tau` or `sigma` is not positive.
+        TypeError: An argument is no number, or `ndim` no int.
+        ValueError: `delta` is not above 1, `tau`, `sigma`, `alpha` or `neighbours` not positive,
+            or a number not finite.
 
     Reference: arXiv 2505.17083, equations 53 and 57.
 
     >>> [round(limit, 3) for limit in limits(10.0, tau=10.0)]
     [37.963, 37.963]
     """
-    for name, value, least in (("delta", delta, 1), ("tau", tau, 0), ("sigma", sigma, 0)):
-        if not value > least:
-            raise ValueError(f"{name} must be above {least}, got {value}")
-    alpha = math.exp(sigma**2 / 2) if alpha is None else alpha
-    beta = sigma**2 * alpha if beta is None else beta
+    if number("delta", delta) <= 1:
+        raise ValueError(f"delta must be above 1, got {delta}")
+    for name, value in (("tau", tau), ("sigma", sigma), ("neighbours", neighbours)):
+        number(name, value, positive=True)
+    number("mu", mu), integer("ndim", ndim)
+    alpha = math.exp(sigma**2 / 2) if alpha is None else number("alpha", alpha, positive=True)
+    beta = sigma**2 * alpha if beta is None else number("beta", beta)
     shell = math.exp(mu) * neighbours * tau**ndim * math.log(delta)
     return alpha * shell, (beta + mu * alpha) * shell
 
@@ -332,14 +339,10 @@ def placed(score_mod: ScoreMod, device: torch.device, name: str = "score_mod") -
     Raises:
         TypeError: It is no plain function of five arguments.
     """
-    got = type(score_mod).__name__
-    if isinstance(score_mod, FunctionType):
-        count = score_mod.__code__.co_argcount - len(score_mod.__defaults__ or ())
-        got = "a mask_mod" if count == 4 else f"a function of {count} arguments"
-    if got != "a function of 5 arguments":
+    if arguments_of(score_mod) != 5:
         raise TypeError(
             f"{name} must be a plain function (score, b, h, q_idx, kv_idx) -> score, or None for "
-            f"plain softmax, got {got}"
+            f"plain softmax, got {named(score_mod)}"
         )
     return to_device(score_mod, device)
 
@@ -347,21 +350,25 @@ def placed(score_mod: ScoreMod, device: torch.device, name: str = "score_mod") -
 def _at(moment: Moment, t: Tensor, name: str) -> Tensor:
     """The moment at each distance, float64."""
     value = moment(t) if callable(moment) else moment
+    if not isinstance(value, Tensor):
+        number(name, value)
     value = torch.as_tensor(value, dtype=torch.float64, device=t.device)
     if value.ndim > 1 or (value.ndim == 1 and len(value) != len(t)):
         raise ValueError(f"{name} must have shape {tuple(t.shape)}, got {tuple(value.shape)}")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value[~value.isfinite()][0].item()}")
     return value.expand(t.shape)
 
 
 def _apply(score_mod: ScoreMod | None, scores: Tensor, t: Tensor, q_idx: int, head: int) -> Tensor:
     """The mod's logits for `scores` `[m, n]` at distances `t` `[n]`, float64."""
+    integer("head", head, at_least=0)
     if score_mod is None:
         return scores
     score_mod = placed(score_mod, t.device)
     heads = getattr(score_mod, "num_heads", None) or math.inf
-    if not 0 <= head < heads:
-        known = "at least 0" if heads == math.inf else f"in 0..{heads - 1}, which score_mod has"
-        raise ValueError(f"head must be {known}, got {head}")
+    if head >= heads:
+        raise ValueError(f"head must be in 0..{heads - 1}, which score_mod has, got {head}")
     index = [torch.tensor(i, device=t.device) for i in (0, head, q_idx)]
     with torch.no_grad():
         return score_mod(scores, *index, q_idx - t).double().expand(scores.shape)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from analysis.ranges import checked_edges
+from score_mods._checks import integer
 
 
 def gated_shares(
@@ -41,19 +42,24 @@ def gated_shares(
         Float64, `[H, K]`; their mean over heads is the layer's.
 
     Raises:
-        TypeError: `edges` are not integers.
-        ValueError: A horizon is not above 1, `edges` do not rise from 0 or more, or lie past
-            `length`.
+        TypeError: `edges` or `length` are not integers, or `horizons` no numbers.
+        ValueError: A horizon is not above 1 or not finite, `edges` do not rise from 0 or more, or
+            lie past `length`.
 
     >>> gated_shares(torch.tensor([2.0, 1000.0]), [0, 1, 10]).round(decimals=3)
     tensor([[0.5000, 0.4990],
             [0.0010, 0.0090]], dtype=torch.float64)
     """
     edges = checked_edges(edges)
-    horizons = torch.as_tensor(horizons, dtype=torch.float64)
-    if horizons.ndim != 1 or not bool((horizons > 1).all()):
-        raise ValueError(f"horizons must be numbers above 1, one a head, got {horizons}")
-    if length is not None and edges[-1] > length:
+    try:
+        horizons = torch.as_tensor(horizons, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"horizons must be numbers, got {horizons!r}") from error
+    if horizons.ndim != 1 or not bool(((horizons > 1) & horizons.isfinite()).all()):
+        raise ValueError(
+            f"horizons must be finite numbers above 1, one a head, got {horizons.tolist()}"
+        )
+    if length is not None and edges[-1] > integer("length", length):
         raise ValueError(f"edges must end at length = {length} at most, got {int(edges[-1])}")
     log_gate = torch.log1p(-1 / horizons)[:, None]
     left = torch.expm1(log_gate * edges)  # -(1 - g^t)

@@ -36,6 +36,7 @@ from analysis.conditions import expected, predict
 from analysis.measure import Measurement
 from analysis.ranges import checked_edges, law_edges, law_mass, merge
 from analysis.verdict import FLAT, SLOPE, SPREAD, STEEP, Finding, Verdict, Verdicts
+from score_mods._checks import integer, number
 
 _LEAST_KEYS = 8  # in a range
 _SAMPLED = 16  # distances in a range, for intervals
@@ -76,21 +77,26 @@ def judge(
         A `Verdict`.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, `edges` were not measured or pass a row's
             first key, or the rows make fewer than four blocks.
     """
+    _check_measurement(measurement)
+    if not isinstance(mechanism, str):
+        raise TypeError(f"mechanism must be a string, got {type(mechanism).__name__}")
     if mechanism not in measurement.mechanisms:
         known = ", ".join(measurement.mechanisms)
         raise ValueError(f"mechanism must be one of {known}, got {mechanism!r}")
     rows = measurement.mechanisms[mechanism]
-    if not 0 <= head < len(rows.log_z):
+    if integer("head", head, at_least=0) >= len(rows.log_z):
         raise ValueError(f"head must lie in 0..{len(rows.log_z) - 1}, got {head}")
-    if resamples < 40:
-        raise ValueError(f"resamples must be at least 40, got {resamples}")
+    integer("resamples", resamples, at_least=40)
+    integer("seed", seed, at_least=0)
+    if block is not None:
+        integer("block", block)
     beta = math.exp(0.5) if beta is None else beta
-    for name, value in (("tau", tau), ("beta", beta)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value}")
+    for name, value in (("tau", tau), ("beta", beta), ("delta", delta)):
+        number(name, value, positive=True)
     reach = int(measurement.q_positions.min())
     if edges is None:
         edges = law_edges(tau, delta, reach)
@@ -166,10 +172,18 @@ def judge_all(
         A `Verdicts`, mechanism by mechanism.
 
     Raises:
-        ValueError: As `judge`.
+        TypeError: As `judge`, or `heads` are no sequence.
+        ValueError: As `judge`, or `tau` names a mechanism that was not measured.
     """
+    _check_measurement(measurement)
     scales = tau if isinstance(tau, Mapping) else dict.fromkeys(measurement.mechanisms, tau)
+    unknown = [name for name in scales if name not in measurement.mechanisms]
+    if unknown:
+        known = ", ".join(measurement.mechanisms)
+        raise ValueError(f"tau must be given for some of {known}, got {unknown[0]!r}")
     heads = range(len(measurement.base.mu)) if heads is None else heads
+    if not isinstance(heads, Sequence):
+        raise TypeError(f"heads must be a sequence of ints or None, got {type(heads).__name__}")
     return Verdicts(
         tuple(
             judge(measurement, name, head=head, tau=scales.get(name, 10.0), **options)
@@ -177,6 +191,11 @@ def judge_all(
             for head in heads
         )
     )
+
+
+def _check_measurement(measurement: Any) -> None:
+    if not isinstance(measurement, Measurement):
+        raise TypeError(f"measurement must be a Measurement, got {type(measurement).__name__}")
 
 
 def _judge_slope(low: float, high: float) -> str:
@@ -237,7 +256,7 @@ def _resampled(
     rows = len(q_positions)
     if block is None:
         block = 1 if bool((q_positions == q_positions[0]).all()) else math.isqrt(rows)
-    blocks = math.ceil(rows / block) if block > 0 else 0
+    blocks = math.ceil(rows / block)
     if blocks < 4:
         raise ValueError(f"block must leave at least four blocks of {rows} rows, got {block}")
     generator = torch.Generator().manual_seed(seed)

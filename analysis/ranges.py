@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from score_mods._checks import number
+
 _CHUNK = 1 << 15
 
 
@@ -16,12 +18,17 @@ def checked_edges(edges: Tensor | Sequence[int]) -> Tensor:
         TypeError: They are not integers.
         ValueError: They are fewer than two, negative, or do not increase.
     """
-    edges = torch.as_tensor(edges)
-    if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
-        raise TypeError(f"edges must be integers, got {edges.dtype}")
-    if edges.ndim != 1 or len(edges) < 2 or edges[0] < 0 or bool((edges.diff() <= 0).any()):
-        raise ValueError(f"edges must be two or more increasing integers from 0, got {edges}")
-    return edges.long()
+    try:
+        table = torch.as_tensor(edges)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"edges must be integers, got {edges!r}") from error
+    if table.is_floating_point() or table.is_complex() or table.dtype == torch.bool:
+        raise TypeError(f"edges must be integers, got {table.dtype}")
+    if table.ndim != 1 or len(table) < 2 or table[0] < 0 or bool((table.diff() <= 0).any()):
+        raise ValueError(
+            f"edges must be two or more increasing integers from 0, got {table.tolist()}"
+        )
+    return table.long()
 
 
 def law_edges(tau: float, delta: float, t_max: int, *, start: int = 1) -> Tensor:
@@ -40,12 +47,15 @@ def law_edges(tau: float, delta: float, t_max: int, *, start: int = 1) -> Tensor
         Increasing integers, the first of them `start`.
 
     Raises:
+        TypeError: An argument is no number.
         ValueError: An argument is out of its range, or fewer than two ranges fit.
     """
-    if not (tau > 0 and delta > 1 and start >= 0):
-        raise ValueError(
-            f"tau must be above 0, delta above 1 and start at least 0, got {tau}, {delta}, {start}"
-        )
+    number("t_max", t_max)
+    for name, value, least in (("tau", tau, 0), ("delta", delta, 1)):
+        if number(name, value) <= least:
+            raise ValueError(f"{name} must be above {least}, got {value}")
+    if number("start", start) < 0:
+        raise ValueError(f"start must be at least 0, got {start}")
     edges, k = [int(start)], 1
     while (edge := math.ceil(tau * (delta**k - 1) - 1e-9)) <= t_max:
         if edge > edges[-1]:
@@ -68,8 +78,13 @@ def law_mass(edges: Tensor | Sequence[int], tau: float) -> Tensor:
 
     Returns:
         Float64, `[K]`; tau ln(delta) but for rounding if the edges are those of `law_edges`.
+
+    Raises:
+        TypeError: `edges` are not integers, or `tau` no number.
+        ValueError: `edges` do not increase from 0 or more, or `tau` is not positive.
     """
     edges = checked_edges(edges)
+    number("tau", tau, positive=True)
     masses = []
     for pieces in map(chunks, edges[:-1].tolist(), edges[1:].tolist()):
         distances = (torch.arange(*piece, dtype=torch.float64) for piece in pieces)

@@ -27,6 +27,7 @@ def survey_gaussian(settings: Settings, folder: Path) -> Findings:
         label: tau
         for tau in settings.tau
         for label in mechanisms(("scale_invariant",), (tau,), heads=1)
+        if label in mods
     }
     lengths = settings.lengths
     edges = torch.cat([law_edges(tau, 2.0, lengths[-1] - 1) for tau in (10.0, *settings.tau)])

@@ -66,9 +66,11 @@ def test_the_starting_spreads_negentropy_grows_with_the_distance():
 @pytest.mark.parametrize(
     ("horizons", "edges", "options", "error", "words"),
     [
-        ([1.0], [0, 1], {}, ValueError, "horizons must be numbers above 1"),
-        ([[2.0]], [0, 1], {}, ValueError, "horizons must be numbers above 1"),
-        ([float("nan")], [0, 1], {}, ValueError, "horizons must be numbers above 1"),
+        ([1.0], [0, 1], {}, ValueError, "horizons must be finite numbers above 1"),
+        ([[2.0]], [0, 1], {}, ValueError, "horizons must be finite numbers above 1"),
+        ([float("nan")], [0, 1], {}, ValueError, "horizons must be finite numbers above 1"),
+        ([float("inf")], [0, 1], {}, ValueError, r"got \[inf\]"),
+        ([2.0], [0, 9], {"length": 9.0}, TypeError, "length must be an int"),
         ([2.0], [0.0, 1.0], {}, TypeError, "edges must be integers"),
         ([2.0], [0, 9], {"length": 8}, ValueError, "edges must end at length = 8"),
     ],

@@ -225,14 +225,40 @@ def test_verdicts_save_as_json_of_the_stated_schema(measured, tmp_path):
         ({"edges": [1, 10, 65536]}, "edges must make at least two ranges"),
         ({"edges": [1, 11, 30]}, "were not"),
         ({"block": 100}, "block must leave"),
-        ({"block": 0}, "block must leave"),
+        ({"block": 0}, "block must be at least 1"),
         ({"tau": 30_000.0}, "must leave room for two ranges"),
-        ({"tau": -1.0}, "tau must be above 0"),
-        ({"tau": 0.0, "edges": [1, 10, 30]}, "tau must be above 0"),
-        ({"beta": 0.0}, "beta must be above 0"),
-        ({"beta": -1.0}, "beta must be above 0"),
+        ({"tau": -1.0}, "tau must be a positive number"),
+        ({"tau": 0.0, "edges": [1, 10, 30]}, "tau must be a positive number"),
+        ({"beta": 0.0}, "beta must be a positive number"),
+        ({"beta": -1.0}, "beta must be a positive number"),
     ],
 )
 def test_wrong_arguments_are_named(measured, options, names):
     with pytest.raises(ValueError, match=names):
         judge(measured, **{"mechanism": "none", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"mechanism": ["none"]}, "mechanism must be a string, got list"),
+        ({"head": 0.0}, "head must be an int, got float"),
+        ({"resamples": 40.5}, "resamples must be an int"),
+        ({"seed": None}, "seed must be an int"),
+        ({"block": "4"}, "block must be an int"),
+        ({"tau": "10"}, "tau must be a positive number, got str"),
+        ({"delta": None}, "delta must be a positive number, got NoneType"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(measured, options, names):
+    with pytest.raises(TypeError, match=names):
+        judge(measured, **{"mechanism": "none", **options})
+
+
+def test_judge_all_names_what_it_does_not_know(measured):
+    with pytest.raises(TypeError, match="measurement must be a Measurement, got NoneType"):
+        judge_all(None)
+    with pytest.raises(TypeError, match="heads must be a sequence of ints or None, got int"):
+        judge_all(measured, heads=0)
+    with pytest.raises(ValueError, match=r"tau must be given for some of none, .* got 'logm'"):
+        judge_all(measured, tau={"logm": 20.0})
