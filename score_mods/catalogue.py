@@ -60,7 +60,7 @@ catalogue: tuple[Mechanism, ...] = (
     Mechanism(
         "alibi",
         "score_mod",
-        "s - slope_h t; slope_h = 2^(-8 (h + 1)/H)",
+        "s - slope_h t; slope_h = 2^(-8 (h + 1)/H), H a power of 2",
         "relative",
         (),
         "arXiv 2108.12409",
@@ -70,7 +70,7 @@ catalogue: tuple[Mechanism, ...] = (
     Mechanism(
         "nape",
         "score_mod",
-        "s - slope_h t for h < H/2, slope_h = 1/(h + 1) or 2^-h; s for the rest",
+        "s - slope_h t for h < floor(H/2), slope_h = 1/(h + 1) or 2^-h; s for the rest",
         "relative",
         (),
         "arXiv 2506.16640",
