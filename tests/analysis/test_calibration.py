@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -76,7 +77,9 @@ def test_saved_with_the_model(tmp_path):
     assert Calibration.load(tmp_path) == found
     with pytest.raises(ValueError, match=r"folder must hold scale_invariance\.json"):
         Calibration.load(tmp_path / "elsewhere")
-    for broken in ("{", "[]", '{"tau": 10.0}'):
+    flat = dataclasses.replace(found, mu=found.mu[0], sigma=found.sigma[0])
+    words = dataclasses.replace(found, mu="0.1")
+    for broken in ("{", "[]", '{"tau": 10.0}', *(json.dumps(vars(x)) for x in (flat, words))):
         (tmp_path / "scale_invariance.json").write_text(broken)
         with pytest.raises(ValueError, match=r"scale_invariance\.json must be as save wrote it"):
             Calibration.load(tmp_path)
@@ -244,6 +247,8 @@ def test_what_is_wrong_is_named():
         calibrate(model, texts(1), tau=-1.0, verdicts=False)
     with pytest.raises(ValueError, match="texts must have one shape"):
         calibrate(model, [torch.zeros(1, 100, dtype=torch.long)])
+    with pytest.raises(TypeError, match="verdicts must be a bool, got str"):
+        calibrate(model, texts(1), verdicts="no")
     with pytest.raises(ValueError, match="rows must be at least 16"):
         calibrate(model, texts(1), rows=3)
     with pytest.raises(ValueError, match="one of texts and calibration"):

@@ -163,6 +163,23 @@ def test_positions_out_of_range_are_refused(positions):
         layers_of(build(CONFIGS["llama"]), tokens(20), positions)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2]}, "tokens must be an integer tensor, got list"),
+        ({"tokens": torch.ones(1, 4)}, r"tokens must be an integer tensor, got torch\.float32"),
+        ({"positions": [0.5]}, r"positions must be an integer tensor, got torch\.float32"),
+        ({"positions": torch.tensor([True])}, r"positions must be .* got torch\.bool"),
+        ({"positions": "x"}, "positions must be integers, got 'x'"),
+        ({"visit": None}, "visit must be a function, got NoneType"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(arguments, message):
+    good = {"tokens": tokens(20), "positions": [3], "visit": print}
+    with pytest.raises(TypeError, match=message):
+        huggingface.capture(build(CONFIGS["llama"]), **good | arguments)
+
+
 def test_more_tokens_than_learned_positions_are_refused():
     with pytest.raises(ValueError, match="tokens: got 65, the model has positions for 64"):
         layers_of(build(CONFIGS["learned positions"]), tokens(65), [3])
@@ -171,6 +188,10 @@ def test_more_tokens_than_learned_positions_are_refused():
 def test_what_cannot_be_loaded_is_named_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="is neither a folder nor a"):
         huggingface.load(str(tmp_path / "absent"))
+    with pytest.raises(TypeError, match="model must be a string, got NoneType"):
+        huggingface.load(None)
+    with pytest.raises(TypeError, match="gguf must be a string or None, got int"):
+        huggingface.load("smollm2", 3)
     with pytest.raises(ValueError, match="gguf: no file absent"):
         huggingface.load(str(tmp_path), "absent.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF nothing that follows is true")
@@ -198,6 +219,14 @@ def test_tokenise_takes_the_first_tokens_and_begins_with_bos():
         huggingface.tokenise(Letters(bos=False), 5, "abcd")
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         huggingface.tokenise(Letters(bos=False), 0, "abcd")
+    for arguments, message in (
+        ((None, 3), "tokenizer must be a tokenizer, got NoneType"),
+        ((Letters(bos=False), 1.5), "length must be an int, got float"),
+        ((Letters(bos=False), 3, 5), "text must be a string or its pieces, got int"),
+        ((Letters(bos=False), 3, [5]), "text must be made of strings, got int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            huggingface.tokenise(*arguments)
 
 
 def test_tokenise_reads_as_many_pieces_as_it_needs():
