@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ def judge_all(
         A `Verdicts`, mechanism by mechanism.
 
     Raises:
-        TypeError: As `judge`, or `heads` are no sequence.
+        TypeError: As `judge`, or `heads` are no integers.
         ValueError: As `judge`, or `tau` names a mechanism that was not measured.
     """
     _check_measurement(measurement)
@@ -181,9 +182,10 @@ def judge_all(
     if unknown:
         known = ", ".join(measurement.mechanisms)
         raise ValueError(f"tau must be given for some of {known}, got {unknown[0]!r}")
-    heads = range(len(measurement.base.mu)) if heads is None else heads
-    if not isinstance(heads, Sequence):
-        raise TypeError(f"heads must be a sequence of ints or None, got {type(heads).__name__}")
+    try:  # an array's integers, too
+        heads = [*map(index, range(len(measurement.base.mu)) if heads is None else heads)]
+    except TypeError as error:
+        raise TypeError(f"heads must be a sequence of ints or None, got {heads!r}") from error
     return Verdicts(
         tuple(
             judge(measurement, name, head=head, tau=scales.get(name, 10.0), **options)

@@ -258,7 +258,10 @@ def test_arguments_of_the_wrong_type_are_named(measured, options, names):
 def test_judge_all_names_what_it_does_not_know(measured):
     with pytest.raises(TypeError, match="measurement must be a Measurement, got NoneType"):
         judge_all(None)
-    with pytest.raises(TypeError, match="heads must be a sequence of ints or None, got int"):
+    with pytest.raises(TypeError, match="heads must be a sequence of ints or None, got 0"):
         judge_all(measured, heads=0)
+    with pytest.raises(TypeError, match=r"heads must be .*, got \[0.5\]"):
+        judge_all(measured, heads=[0.5])
+    assert judge_all(measured, heads=torch.tensor([0]).numpy()) == judge_all(measured)
     with pytest.raises(ValueError, match=r"tau must be given for some of none, .* got 'logm'"):
         judge_all(measured, tau={"logm": 20.0})
