@@ -181,9 +181,8 @@ def _folded_score(score_mod: Mod, length: int) -> Mod:
     def folded_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, b, h, q_idx, torch.where(kv_idx < T, kv_idx, kv_idx - T))
 
-    batch, queries, keys = made_for(score_mod)
-    reach = batch, queries, math.inf if keys >= length else keys
-    folded_mod.made_for = reach  # type: ignore[attr-defined]
+    batch, queries, _ = made_for(score_mod)  # `check` has compared the number of keys
+    folded_mod.made_for = batch, queries, math.inf  # type: ignore[attr-defined]
     return described(folded_mod, getattr(score_mod, "__name__", "score_mod"), score_mod)
 
 

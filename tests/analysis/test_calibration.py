@@ -60,6 +60,7 @@ def test_moments_equal_those_of_the_logits():
         variance = (deviations[i] + deviations[2 + i]) / 2
         assert (sigma[i].square() - variance).abs().max() < 1e-3 * variance.max()
         assert found.cells[:2] == [1, 10]
+        assert found.cells[-1] <= T // 2 < 2 * found.cells[-1]
         mean, deviation = torch.tensor(found.mean)[i, :, 0], torch.tensor(found.deviation)[i, :, 0]
         assert (mean - (near[i].mean(-1) + near[2 + i].mean(-1)) / 2).abs().max() < 1e-4
         variance = (near[i].var(-1, correction=0) + near[2 + i].var(-1, correction=0)) / 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from analysis import judge, judge_all, law_edges, law_mass, measure, measure_gaussian
+from analysis.invariance import _decade, _judge_entropy
 from analysis.verdict import Finding, Verdict
 from score_mods import alibi, logn, scale_invariant, scale_invariant_affine, sliding_window
 
@@ -265,3 +266,25 @@ def test_judge_all_names_what_it_does_not_know(measured):
     assert judge_all(measured, heads=torch.tensor([0]).numpy()) == judge_all(measured)
     with pytest.raises(ValueError, match=r"tau must be given for some of none, .* got 'logm'"):
         judge_all(measured, tau={"logm": 20.0})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "falling", "verdict"),
+    [
+        (0.1, 0.4, True, "consistent"),
+        (0.1, 0.4, False, "cannot be told"),
+        (0.1, 0.6, True, "cannot be told"),
+        (0.8, 0.95, True, "cannot be told"),
+        (0.95, 1.0, True, "fails"),
+    ],
+)
+def test_an_entropy_that_is_flat_must_also_flatten(low, high, falling, verdict):
+    assert _judge_entropy(low, high, falling=falling) == verdict
+
+
+def test_a_decade_has_two_ranges_at_least():
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
+    assert _decade(x, last=True).tolist() == [False, False, True, True, True]
+    assert _decade(x, last=False).tolist() == [True, True, True, False, False]
+    assert _decade(3 * x, last=True).tolist() == [False, False, False, True, True]
+    assert _decade(3 * x, last=False).tolist() == [True, True, False, False, False]

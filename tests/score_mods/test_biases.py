@@ -99,3 +99,5 @@ def test_t5_buckets_are_those_of_its_paper():
     assert (causal[128:].diff() >= 0).all()
     # 8, 16 and 32 are edges, which float32 may put into the bucket below.
     assert sm.t5_buckets(8, 64)[64:][[4, 8, 16, 32, 63]].tolist() == [4, 5, 6, 7, 7]
+    # 10 and 20 are, which float64 would put there, too.
+    assert sm.t5_buckets(10, 160)[160:][[9, 10, 19, 20]].tolist() == [5, 6, 6, 7]

@@ -41,6 +41,8 @@ def test_compose_applies_from_left_to_right():
             "two temperatures, logn and scale_invariant",
         ),
         ([sm.compose(sm.alibi(2), sm.logn()), sm.infoscale(64, 32)], "logn and infoscale"),
+        ([sm.alibi(2), sm.logn(), sm.softcap(5.0)], "softcap after alibi: a cap comes before"),
+        ([sm.scale_invariant(), sm.softcap(5.0)], "softcap after scale_invariant"),
     ],
 )
 def test_compose_refuses_what_is_almost_always_a_mistake(mods, message):
@@ -57,6 +59,7 @@ def test_compose_refuses_what_is_almost_always_a_mistake(mods, message):
 def test_the_usual_order_is_allowed():
     sm.compose(sm.logn(), sm.alibi(2))
     sm.compose(sm.alibi(2), lambda s, b, h, q, k: s / 2, sm.logn())
+    sm.compose(sm.logn(), sm.softcap(5.0), sm.alibi(2))
 
 
 def test_offsets_are_added_to_both_positions():

@@ -262,6 +262,21 @@ def test_blocks_of_known_masks_are_exact_where_lengths_are_multiples():
         assert torch.equal(kinds_of_blocks(ours), kinds_of_blocks(theirs))
 
 
+@pytest.mark.parametrize("n", [127, 128, 129, 255, 256, 257])
+def test_blocks_are_exact_where_a_number_meets_their_edges(n):
+    for mask in (
+        sm.sliding_window(n),
+        sm.prefix_lm(n),
+        sm.chunked(n),
+        sm.lambda_mask(100, n),
+        sm.longformer(torch.arange(512) == n, n),
+        sm.with_offset(sm.causal, n),
+    ):
+        ours = sm.create_block_mask(mask, None, None, 512, 512)
+        theirs = torch_create_block_mask(mask, None, None, 512, 512, "cpu")
+        assert torch.equal(kinds_of_blocks(ours), kinds_of_blocks(theirs)), mask.__name__
+
+
 def test_a_wrong_bound_would_be_seen():
     """The twin: a closed form that calls the diagonal full differs from torch's blocks."""
 

@@ -88,9 +88,10 @@ def test_gradients_of_power():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("deg", [2, 10])
 def test_gradients_are_finite_where_scores_vanish(dtype, deg):
-    """Scores of zero, tiny ones next to the floor, and a row of zeros alone."""
-    q, k, v = qkv(6, dtype=dtype)
-    k[:, :, 1] = 0
+    """Scores of zero, tiny ones next to the floor, rows of such and a row of zeros alone."""
+    q, k, v = qkv(7, dtype=dtype)
+    k[:, :, :2] *= 1e-39  # whose inverse float32 does not hold
+    k[:, :, 6] = 0
     k[:, :, 2] *= 1e-29
     k[:, :, 3] *= 1e-31
     q[:, :, 4] = 0

@@ -15,12 +15,12 @@ FACTORS = [1.0 + i / 3 for i in range(32)]
 SHORT = [1.0 + i / 50 for i in range(32)]
 
 
-def from_transformers(kind, length=None, **options):
-    config = LlamaConfig(head_dim=D, max_position_embeddings=TRAINED)
+def from_transformers(kind, length=None, trained=TRAINED, **options):
+    config = LlamaConfig(head_dim=D, max_position_embeddings=trained)
     config.rope_parameters = {
         "rope_type": kind,
         "rope_theta": BASE,
-        "original_max_position_embeddings": TRAINED,
+        "original_max_position_embeddings": trained,
         **options,
     }
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
@@ -62,6 +62,10 @@ CASES = {
     ],
     "yarn_rope": [
         (sm.yarn_rope(D, 4.0, TRAINED), from_transformers("yarn", factor=4.0)),
+        (  # a ramp that ends beyond the last pair
+            sm.yarn_rope(D, 4.0, 10_000_000),
+            from_transformers("yarn", trained=10_000_000, factor=4.0),
+        ),
         (
             sm.yarn_rope(D, 32.0, TRAINED, truncate=False),
             from_transformers("yarn", factor=32.0, truncate=False),
