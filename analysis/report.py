@@ -223,6 +223,8 @@ def _checked(settings: Settings) -> Settings:
     rows = settings.rows or (256 if settings.gaussian else 128)
     if rows < 32:
         raise ValueError(f"rows: expected at least 32, got {rows}")
+    if settings.seed < 0:
+        raise ValueError(f"seed: expected at least 0, got {settings.seed}")
     if settings.gaussian and (settings.text or settings.gguf):
         raise ValueError("text and gguf need a model, got --model gaussian")
     mods = settings.mods

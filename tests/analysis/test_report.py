@@ -166,6 +166,7 @@ BAD = {
         ["--lengths", "abc"],
         "lengths: expected whole numbers like 600,1200",
     ),
+    "negative seed": (["--seed", "-1"], "seed: expected at least 0, got -1"),
     "length no integer": (["--lengths", "600,1e3"], "got '600,1e3'"),
     "tau no number": (["--tau", "10", "x"], "tau: expected numbers like 10,1000, got '10,x'"),
     "rows no number": (["--rows", "abc"], "argument --rows: invalid int value: 'abc'"),
