@@ -39,6 +39,13 @@ def number(name: str, value: float, *, positive: bool = False) -> float:
     return float(value)
 
 
+def boolean(name: str, value: bool) -> bool:
+    """`value`, if it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
+
+
 def sizes(name: str, values: tuple[int, ...]) -> tuple[int, ...]:
     """`values`, if it is a tuple of ints of at least 1, and not empty."""
     if not isinstance(values, tuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from score_mods._captured import Mod, to_device, within
+from score_mods._checks import boolean
 from score_mods.dense import check, dense_attention
 from score_mods.kernel_options import flash_obstacle, for_flash, kernel_options, prefers_flash
 from score_mods.masks import causal, create_block_mask, mask_of
@@ -136,6 +137,7 @@ def attention(
     """
     check_impl(impl, backend)
     check(q, k, v, score_mod, mask_mod, scale, enable_gqa)
+    boolean("return_lse", return_lse)
     if impl == "dense":
         dense_mask = mask_of(mask_mod) if isinstance(mask_mod, BlockMask) else mask_mod
         return dense_attention(q, k, v, score_mod, dense_mask, scale=scale, return_lse=return_lse)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, described
-from score_mods._checks import floating, integer
+from score_mods._checks import boolean, floating, integer
 
 
 def _table_bias(name: str, table: Tensor, column: Callable[[Tensor], Tensor]) -> Mod:
@@ -75,9 +75,10 @@ def t5_buckets(num_buckets: int, max_distance: int, bidirectional: bool = False)
         Buckets, `(2 D + 1,)`, int64.
 
     Raises:
-        TypeError: if a number is no int.
+        TypeError: if a number is no int, or `bidirectional` no bool.
         ValueError: if it is out of its range.
     """
+    boolean("bidirectional", bidirectional)
     integer("num_buckets", num_buckets, 4 if bidirectional else 2)
     if bidirectional and num_buckets % 2:
         raise ValueError(f"num_buckets must be even if bidirectional, got {num_buckets}")
@@ -109,7 +110,8 @@ def t5_bias(table: Tensor, max_distance: int = 128, *, bidirectional: bool = Fal
         A score_mod; it returns `promote_types(score.dtype, float32)`.
 
     Raises:
-        TypeError: if `table` is no floating tensor, or `max_distance` no int.
+        TypeError: if `table` is no floating tensor, `max_distance` no int, or `bidirectional` no
+            bool.
         ValueError: if `table` has not two axes, or a number is out of its range.
 
     Reference: Raffel et al., arXiv 1910.10683, section 2.1; scale and buckets as in the

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, check_mask_mod, kept
-from score_mods._checks import integer, positions_of_shape
+from score_mods._checks import boolean, integer, positions_of_shape
 from score_mods.combine import with_positions
 from score_mods.masks import and_masks
 
@@ -68,8 +68,7 @@ class KVCache:
         B, H_kv, slots, D, D_v = sizes
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating dtype, got {dtype!r}")
-        if not isinstance(sliding, bool):
-            raise TypeError(f"sliding must be a bool, got {type(sliding).__name__}")
+        boolean("sliding", sliding)
         # One slot before those that are shown: padding is written there.
         self._keys = torch.zeros(B, H_kv, slots + 1, D, dtype=dtype, device=device)
         self._values = torch.zeros(B, H_kv, slots + 1, D_v, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ from score_mods._captured import (
     made_for,
     scalar,
 )
-from score_mods._checks import integer, integers, kind_of
+from score_mods._checks import boolean, integer, integers, kind_of
 from score_mods.catalogue import stages
 from score_mods.masks import bounds_of
 
@@ -67,7 +67,7 @@ def compose(*score_mods: Mod, check_order: bool = True) -> Mod:
                 f"argument {position} of compose must be a score_mod, got a mask_mod; "
                 "combine mask_mods with and_masks or or_masks"
             )
-    if check_order:
+    if boolean("check_order", check_order):
         _check_order([name for mod in score_mods for name in getattr(mod, "parts", ())])
 
     def composed_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from score_mods._captured import Mod, check_mask_mod, check_score_mod, check_sizes, to_device
-from score_mods._checks import number
+from score_mods._checks import boolean, number
 
 
 def check(
@@ -34,6 +34,7 @@ def check(
                 f"{name} must have q's dtype and device, {q.dtype} on {q.device}, "
                 f"got {x.dtype} on {x.device}"
             )
+    boolean("enable_gqa", enable_gqa)
     B, H, T_q, D = q.shape
     if k.shape[0] != B or k.shape[3] != D:
         raise ValueError(f"k must have shape ({B}, H_kv, T, {D}) to fit q, got {tuple(k.shape)}")
@@ -110,6 +111,7 @@ def dense_attention(
         ValueError: if shapes, dtypes, devices or lengths do not fit.
     """
     check(q, k, v, score_mod, mask_mod, scale, enable_gqa=True)
+    boolean("return_lse", return_lse)
     if q.dtype.itemsize < 2:
         raise TypeError(f"q must have a floating dtype of 16 bits or more, got {q.dtype}")
     with torch.autocast(q.device.type, enabled=False):

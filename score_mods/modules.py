@@ -27,7 +27,7 @@ from score_mods._captured import (
     to_device,
     within,
 )
-from score_mods._checks import floating, integer, number, positions_of_shape
+from score_mods._checks import boolean, floating, integer, number, positions_of_shape
 from score_mods.attention import attention, check_impl
 from score_mods.cache import KVCache
 from score_mods.combine import with_positions
@@ -192,8 +192,7 @@ class FlexSelfAttention(nn.Module):
                 f"rotary must be for the {dim // heads} channels of a head at most, "
                 f"got {2 * len(rotary.frequencies)}"
             )
-        if not isinstance(qk_norm, bool):
-            raise TypeError(f"qk_norm must be a bool, got {type(qk_norm).__name__}")
+        boolean("qk_norm", qk_norm)
         check_impl(impl)
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, dim // heads
         self.score_mod, self.mask_mod, self.rotary = score_mod, mask_mod, rotary

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, check_values, described
-from score_mods._checks import floating, integer, number, positions_of_shape
+from score_mods._checks import boolean, floating, integer, number, positions_of_shape
 from score_mods.attention import attention
 from score_mods.combine import compose
 from score_mods.dense import check
@@ -150,7 +150,7 @@ def weighted_sum(
         )
         return lse.exp()[..., None] * out
 
-    result = total(q) - total(-q) if signed else total(q)
+    result = total(q) - total(-q) if boolean("signed", signed) else total(q)
     return result.to(q.dtype)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from score_mods._checks import fits, floating, integer, kind_of, number
+from score_mods._checks import boolean, fits, floating, integer, kind_of, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,7 @@ class Rotary:
         """Check the parts."""
         floating("frequencies", self.frequencies, "R/2")
         number("attention_factor", self.attention_factor)
-        if not isinstance(self.interleaved, bool):
-            raise TypeError(f"interleaved must be a bool, got {type(self.interleaved).__name__}")
+        boolean("interleaved", self.interleaved)
         integer("start_tokens", self.start_tokens, at_least=0)
         if self.start is not None:
             if not isinstance(self.start, Rotary):

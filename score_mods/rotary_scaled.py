@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from score_mods._checks import integer, number
+from score_mods._checks import boolean, integer, number
 from score_mods.rotary import Rotary, rope
 
 
@@ -144,6 +144,7 @@ def yarn_rope(
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(length / (2 * math.pi * times)) / (2 * math.log(base))
 
+    boolean("truncate", truncate)
     frequencies = rope(head_dim, base).frequencies
     low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
     if truncate:
@@ -262,7 +263,7 @@ def _divisors(name: str, factors: Sequence[float] | Tensor, rotary: Rotary) -> T
     expected = f"{name} must be {len(rotary.frequencies)} positive numbers"
     try:
         divisors = torch.as_tensor(factors, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{expected}, got {factors!r}") from error
     if (
         divisors.shape != rotary.frequencies.shape

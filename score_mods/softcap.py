@@ -7,7 +7,7 @@ from attn_gym.mods import generate_tanh_softcap
 from torch import Tensor
 
 from score_mods._captured import Mod, described, scalar
-from score_mods._checks import number
+from score_mods._checks import boolean, number
 
 
 def softcap(cap: float, *, approx: bool = False) -> Mod:
@@ -25,12 +25,13 @@ def softcap(cap: float, *, approx: bool = False) -> Mod:
         A score_mod; it returns `promote_types(score.dtype, float32)`.
 
     Raises:
-        TypeError: if `cap` is no number.
+        TypeError: if `cap` is no number, or `approx` no bool.
         ValueError: if it is not positive.
 
     Reference: Gemma Team, "Gemma 2", arXiv 2408.00118, section 2.
     """
     bound = scalar(number("cap", cap, positive=True))
+    boolean("approx", approx)
     bend = generate_tanh_softcap(1, approx=approx)
 
     def softcap_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from score_mods._captured import Mod, check_mask_mod, described, made_for
-from score_mods._checks import integer, number
+from score_mods._checks import boolean, integer, number
 from score_mods.attention import attention
 from score_mods.combine import with_offset, with_positions
 from score_mods.dense import check
@@ -113,6 +113,7 @@ class TwoBranch:
         if mask_mod is not None:
             check_mask_mod(mask_mod)
         check(q, k, v, score_mod, mask_mod, scale, enable_gqa)
+        boolean("return_lse", return_lse)
         if form == "merge" and impl == "flex" and q.device.type == "cpu":
             raise ValueError(
                 "compiled FlexAttention gives no lse on a CPU, which merging needs; "

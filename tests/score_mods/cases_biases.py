@@ -169,6 +169,8 @@ BAD = [
     (lambda: sm.fire(W1, 3.0, W2, B2), TypeError, "b1 must be a floating tensor"),
     (lambda: sm.fire(W1, B1, W2, B2, eps=0.0), ValueError, "eps"),
     (lambda: sm.fire(W1, B1, W2, B2, eps=torch.ones(3)), TypeError, "eps must be a positive num"),
+    (lambda: sm.t5_buckets(32, 128, "no"), TypeError, "bidirectional must be a bool, got str"),
+    (lambda: sm.softcap(5.0, approx="no"), TypeError, "approx must be a bool, got str"),
     (lambda: sm.forgetting_gate(torch.ones(2, 3)), ValueError, "log_g must have shape"),
     (lambda: sm.forgetting_gate(torch.ones(1, 1, 3)), ValueError, "log_g must be <= 0 .* got 1$"),
     (lambda: sm.forgetting_gate(torch.zeros(1, 1, 3).log()), ValueError, "log_g .* got -inf$"),

@@ -273,6 +273,8 @@ def bad(name, error, message, **changes):
             "for a batch of 1 and 2 heads",
             mask_mod=sm.create_block_mask(sm.document(torch.zeros(3, 8).int()), 3, 1, 8, 8),
         ),
+        bad("grouped", TypeError, "enable_gqa must be a bool, got str", enable_gqa="no"),
+        bad("lse's type", TypeError, "return_lse must be a bool, got int", return_lse=1),
         bad("scale", ValueError, "scale must be a number", scale=float("nan")),
         bad("scale's type", TypeError, "scale must be a number", scale=torch.tensor(0.3)),
         bad("documents", ValueError, "8 queries", mask_mod=sm.document(torch.zeros(7).int())),
@@ -328,6 +330,7 @@ def test_bad_arguments_are_named(changes, error, message):
         ({"mask_mod": sm.document(torch.zeros(7).int())}, ValueError, "8 queries"),
         ({"score_mod": sm.causal}, TypeError, "score_mod must be a score_mod"),
         ({"scale": "1"}, TypeError, "scale"),
+        ({"return_lse": "no"}, TypeError, "return_lse must be a bool, got str"),
         (
             dict.fromkeys("qkv", torch.zeros(1, 2, 8, 16).to(torch.float8_e4m3fn)),
             TypeError,

@@ -222,6 +222,7 @@ class Own:
         (lambda: sm.compose(sm.causal), TypeError, "argument 0 of compose must be a score_mod"),
         (lambda: sm.compose(lambda s: s), TypeError, "argument 0 must be a score_mod"),
         (lambda: sm.compose(3), TypeError, "got int"),
+        (lambda: sm.compose(check_order="no"), TypeError, "check_order must be a bool"),
         (lambda: sm.with_offset(sm.causal, 1.5), TypeError, "q_offset must be an int"),
         (lambda: sm.with_offset(sm.causal, 1, torch.tensor(1.0)), TypeError, "kv_offset"),
         (lambda: sm.with_offset(sm.causal, torch.tensor(True)), TypeError, "got torch.bool"),

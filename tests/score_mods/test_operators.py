@@ -272,6 +272,11 @@ def test_inline_attention():
     ("make", "error", "message"),
     [
         (lambda: sm.power(3), ValueError, "deg must be even, got 3"),
+        (
+            lambda: sm.weighted_sum(*qkv(3), sm.linear(), signed="no", impl="dense"),
+            TypeError,
+            "signed must be a bool, got str",
+        ),
         (lambda: sm.power(0), ValueError, "deg must be at least 2"),
         (lambda: sm.power(2.0), TypeError, "deg must be an int"),
         (lambda: sm.power(2, torch.zeros(3)), ValueError, "log_g must have shape"),

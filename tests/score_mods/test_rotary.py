@@ -248,6 +248,8 @@ def test_rotation_has_gradients_and_yarn_scales_the_score():
         (lambda: sm.ntk_rope(2, 2.0), ValueError, "head_dim must be at least 4"),
         (lambda: sm.dynamic_ntk_rope(8, 0, 64), ValueError, "length"),
         (lambda: sm.yarn_rope(8, 2.0, 64, beta_fast=1, beta_slow=2), ValueError, "beta_slow"),
+        (lambda: sm.yarn_rope(8, 2.0, 64, truncate="no"), TypeError, "truncate must be a bool"),
+        (lambda: sm.longrope(4, [10**400, 1], 2.0, 64), TypeError, "factors must be 2 positive"),
         (lambda: sm.yarn_rope(8, 2.0, 64, base=1.0), ValueError, "base must be above 1"),
         (lambda: sm.llama3_rope(8, 0.5), ValueError, "factor must be at least 1"),
         (lambda: sm.llama3_rope(8, low_turns=4.0), ValueError, "low_turns must be below"),

@@ -360,6 +360,11 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
         (lambda: sm.streaming_llm(ROTARY, "6"), TypeError, "window must be an int"),
         (lambda: sm.rerope(ROTARY, W)(*qkv(3), form="both"), ValueError, "form must be"),
         (
+            lambda: sm.rerope(ROTARY, W)(*qkv(3), impl="dense", return_lse="no"),
+            TypeError,
+            "return_lse must be a bool, got str",
+        ),
+        (
             lambda: sm.rerope(ROTARY, W)(None, *qkv(3)[1:], impl="dense"),
             TypeError,
             "q must be a tensor, got NoneType",
