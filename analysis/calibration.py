@@ -31,7 +31,7 @@ from score_mods import (
     self_extend_group,
 )
 from score_mods._captured import Mod, at_head, described, parameter
-from score_mods._checks import integer, kind_of, number
+from score_mods._checks import boolean, integer, kind_of, number
 from score_mods.huggingface import patch_rotary, register
 from score_mods.late_rotary import late_form
 from score_mods.rotary import Rotary
@@ -139,8 +139,7 @@ def _check_law(tau: float, sinks: int, sigma: str | float, mu: bool, part: str) 
         if isinstance(sigma, str):
             raise ValueError(f'sigma must be "head", "model" or a number, got {sigma!r}')
         number("sigma", sigma, positive=True)
-    if not isinstance(mu, bool):
-        raise TypeError(f"mu must be a bool, got {type(mu).__name__}")
+    boolean("mu", mu)
     if part not in ("both", "multiplier", "bias"):
         raise ValueError(f'part must be "both", "multiplier" or "bias", got {part!r}')
 
@@ -190,8 +189,7 @@ def calibrate(
     length = _check_texts(texts)
     number("tau", tau, positive=True)
     integer("rows", rows, at_least=16)
-    if not isinstance(verdicts, bool):
-        raise TypeError(f"verdicts must be a bool, got {type(verdicts).__name__}")
+    boolean("verdicts", verdicts)
     late = torch.linspace(length // 2, length - 1, rows).long().unique()
     found: list[dict[int, dict[str, Tensor]]] = []
 

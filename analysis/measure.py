@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from analysis.base_logits import BaseLogits, BaseSums
 from analysis.conditions import ScoreMod, placed
 from analysis.ranges import checked_edges, law_edges, merge
+from score_mods._checks import integer
 
 _ROWS = 16  # rows in a block
 _ELEMENTS = 1 << 19  # logits in a block
@@ -110,7 +110,7 @@ class Rows:
         Raises:
             ValueError: `last` is not at least 1, or not what was measured.
         """
-        _check(last=last)
+        integer("last", last)
         near = self.ranges([0, min(last, int(self.cells[-1]))])
         return (near.log_z[..., 0] - self.log_total).exp()
 
@@ -250,8 +250,8 @@ def measure_gaussian(
         ValueError: A number is out of its range, or a mechanism is for another number of heads or
             gives NaN.
     """
-    _check(least=4, length=length)
-    _check(rows=rows, heads=heads)
+    integer("length", length, at_least=4)
+    integer("rows", rows), integer("heads", heads)
     if not callable(sigma) and not sigma > 0:
         raise ValueError(f"sigma must be above 0, got {sigma}")
     generator = torch.Generator(device).manual_seed(seed)
@@ -268,17 +268,9 @@ def measure_gaussian(
     return _scan(block, 1, heads, q_positions, length, cells, score_mods, progress)
 
 
-def _check(least: int = 1, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, Integral):
-            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def _cells(edges: Tensor | Sequence[int] | None, last: int, length: int) -> Tensor:
     """The edges of the finest division: those asked for, 0, 1, powers of ten, `last` and T."""
-    _check(last=last)
+    integer("last", last)
     if edges is None:
         asked = law_edges(10.0, 2.0, length - 1) if length > 30 else torch.tensor([0])
     else:

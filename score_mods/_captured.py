@@ -80,9 +80,10 @@ def parameter(name: str, value: float | Tensor, *, positive: bool = False) -> Te
             f"{name} must have shape (1,) (for all heads) or (H,), got a 0-d tensor that requires "
             "grad, which FlexAttention cannot train before torch 2.14"
         )
-    fits = value.isfinite() & (value > 0) if positive else value.isfinite()
-    if not (value.requires_grad or holds(fits)):
-        number(name, value[~fits][0].item(), positive=positive)
+    if not value.requires_grad:
+        fits = value.isfinite() & (value > 0) if positive else value.isfinite()
+        if not holds(fits):
+            number(name, value[~fits][0].item(), positive=positive)
     return value
 
 

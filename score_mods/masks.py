@@ -338,8 +338,8 @@ def mask_of(block_mask: BlockMask) -> Mod:
     inside = block_mask.mask_mod
     q_block, kv_block = block_mask.BLOCK_SIZE
     partial = _block_table(block_mask.kv_num_blocks, block_mask.kv_indices)
-    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     full = torch.zeros_like(partial)
+    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     if counts is not None and indices is not None:
         full = _block_table(counts, indices)
 
@@ -353,7 +353,4 @@ def mask_of(block_mask: BlockMask) -> Mod:
 
 def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
     """Whether each block is among the first `counts` of its row's `indices`, bool."""
-    columns = indices.shape[-1]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
-    table = listed.new_zeros((*indices.shape[:-1], columns + 1))  # the last for those not listed
-    return table.scatter(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]
+    return BlockMask.from_kv_blocks(counts, indices, compute_q_blocks=False).to_dense().bool()

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ METHODS = {
     "power": "gated power attention of degree 2",
 }
 _ROWS = 64  # queries whose attention is measured
-_Z_LOG_Z = 2 - 0.5772156649015329 - math.log(2)  # E[z log z] of the square z of a N(0, 1) score
+_Z_LOG_Z = 2 - np.euler_gamma - math.log(2)  # E[z log z] of the square z of a N(0, 1) score
 
 
 def build(method: str, size: Size, horizons: tuple[float, float]) -> Decoder:

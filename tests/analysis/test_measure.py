@@ -314,7 +314,7 @@ Q, K = random_qk(1, 4, 2, 4, 100, 8)
         (lambda: measure(Q, K, {}, q_positions=torch.arange(95.5, 99)), TypeError, "q_positions"),
         (lambda: measure(Q, K, {}, last=-1), ValueError, "last must be at least 1"),
         (lambda: measure_gaussian({}, 64, last=0), ValueError, "last must be at least 1"),
-        (lambda: measure_gaussian({}, 64.5), TypeError, "length must be an integer"),
+        (lambda: measure_gaussian({}, 64.5), TypeError, "length must be an int, got float"),
         (lambda: measure_gaussian({}, 3), ValueError, "length must be"),
         (lambda: measure_gaussian({}, 300, rows=0), ValueError, "rows must be"),
         (lambda: measure_gaussian({}, 300, sigma=0.0), ValueError, "sigma must be"),
