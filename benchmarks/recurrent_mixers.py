@@ -36,7 +36,8 @@ def mixing_flops(method: str, head_dim: int, length: int) -> float:
     (c + 1)/2 visible keys of the chunk.
 
     Args:
-        method: "softmax", "window", "linear" or "power".
+        method: "softmax", "scale_invariant" (as many, its factor and summand left out), "window",
+            "linear" or "power".
         head_dim: channels D of a head.
         length: tokens T of a sequence.
 
@@ -45,7 +46,7 @@ def mixing_flops(method: str, head_dim: int, length: int) -> float:
     """
     keys: float
     features = 0
-    if method == "softmax":
+    if method in ("softmax", "scale_invariant"):
         keys = (length + 1) / 2
     elif method == "window":
         width = min(equal_window(head_dim), length)
@@ -56,7 +57,9 @@ def mixing_flops(method: str, head_dim: int, length: int) -> float:
         features = 0 if chunk == length else features
         keys = (chunk + 1) / 2
     else:
-        raise ValueError(f"method must be softmax, window, linear or power, got {method!r}")
+        raise ValueError(
+            f"method must be softmax, scale_invariant, window, linear or power, got {method!r}"
+        )
     return 4 * head_dim * keys + 4 * (head_dim + 1) * features
 
 

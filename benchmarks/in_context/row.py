@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from analysis.measure import Rows
 from benchmarks.decoder import Decoder, Size
 from benchmarks.length_generalisation.row import validate
 from benchmarks.machine import machine
-from benchmarks.mixers import Positions, SoftmaxAttention
+from benchmarks.mixers import Positions, ScaleInvariantAttention, SoftmaxAttention
 from benchmarks.options import identity
 from benchmarks.recurrent_mixers import LinearAttention, PowerMixer, equal_window, mixing_flops
 from benchmarks.rows import finish, row_of
@@ -29,6 +30,7 @@ from benchmarks.training import train_decoder
 
 METHODS = {
     "softmax": "softmax attention over the whole context",
+    "scale_invariant": "the same, scale-invariant with tau 10",
     "window": "softmax attention over as many keys as power attention's state has numbers for",
     "linear": "gated linear attention",
     "power": "gated power attention of degree 2",
@@ -49,8 +51,11 @@ def build(method: str, size: Size, horizons: tuple[float, float]) -> Decoder:
     if method == "window":
         mask = sm.and_masks(sm.causal, sm.sliding_window(equal_window(size.head_dim)))
     gated = {"linear": LinearAttention, "power": PowerMixer}
+    mixer: Callable[[], nn.Module]
     if method in gated:
         mixer = partial(gated[method], size.width, size.head_dim, rotary, horizons=horizons)
+    elif method == "scale_invariant":
+        mixer = partial(ScaleInvariantAttention, size.width, size.head_dim, rotary)
     else:
         mixer = partial(SoftmaxAttention, size.width, size.head_dim, rotary, mask_mod=mask)
 

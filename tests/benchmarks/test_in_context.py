@@ -57,10 +57,10 @@ def command(data, tmp_path):
 
 
 def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
-    made = command("softmax", "window", "linear", "power")
+    made = command("softmax", "scale_invariant", "window", "linear", "power")
     made = command("power", horizons=(16, 16))
-    names = {"softmax-0", "window-0", "linear-4-64-0", "power-4-64-0", "power-16-16-0"}
-    assert set(made) == names
+    names = {"softmax-0", "scale_invariant-0", "window-0", "linear-4-64-0", "power-4-64-0"}
+    assert set(made) == {*names, "power-16-16-0"}
     for name, row in made.items():
         assert row["tokens"] == 12 * 2 * LENGTH
         assert [step for step, _ in row["training"]["log"]] == [0, 10, 11]
@@ -134,6 +134,14 @@ def test_flops_are_weights_and_mixing(command):
     weights = 12 * 32**2 + 256 * 32
     mixing = 2 * 3 * 2 * 2 * 16 * sum(range(1, LENGTH + 1)) / LENGTH  # 2 heads
     assert made["flops_per_token"] == pytest.approx(6 * weights + mixing)
+
+
+def test_scale_invariance_is_that_of_the_score_mod():
+    size = Size(50, width=32, layers=1, head_dim=16)
+    layer = rows.build("scale_invariant", size, (4, 64)).blocks[0].mixer
+    q, k, v = torch.randn(3, 1, 2, 100, 16)
+    want = sm.dense_attention(q, k, v, sm.scale_invariant(10.0), sm.causal)
+    torch.testing.assert_close(layer.attend(q, k, v, None), want)
 
 
 def test_the_window_sees_as_many_keys_as_the_state_has_numbers():

@@ -73,13 +73,13 @@ def test_the_window_holds_what_powers_state_holds(state):
     assert abs(2 * 64 * equal_window(64) - numbers) <= 2 * 64
 
 
-@pytest.mark.parametrize("method", ["softmax", "window", "linear", "power"])
+@pytest.mark.parametrize("method", ["softmax", "scale_invariant", "window", "linear", "power"])
 @pytest.mark.parametrize("length", [100, 4096])
 def test_flops_are_those_of_the_products(method, length, state):
     """Counted pair by pair, chunk by chunk."""
     D = 64
-    if method in ("softmax", "window"):
-        width = length if method == "softmax" else equal_window(D)
+    if method in ("softmax", "scale_invariant", "window"):
+        width = equal_window(D) if method == "window" else length
         pairs = sum(min(i + 1, width) for i in range(length))
         total = 2 * 2 * D * pairs
     else:
@@ -92,5 +92,5 @@ def test_flops_are_those_of_the_products(method, length, state):
 
 
 def test_refuses_another_method():
-    with pytest.raises(ValueError, match="method must be softmax, window, linear or power"):
+    with pytest.raises(ValueError, match="method must be softmax, scale_invariant, window,"):
         mixing_flops("rwkv", 64, 100)
