@@ -9,7 +9,7 @@ the table of the rows in a folder, and draws them. Scale-invariant attention is 
 and sigma, measured on training text before training, unless its options say otherwise. LogN is
 `ssmax`, whose rate the query projections learn; `logn` leaves rows within the model's own length
 as they are, and would train as plain attention does. So do `ntk` and `yarn`, which change longer
-contexts alone.
+contexts alone: named together with `rope`, the three are trained once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import torch
 
 from benchmarks import tokens
-from benchmarks.continued_pretraining.row import run_row
+from benchmarks.continued_pretraining.row import run_rows
 from benchmarks.continued_pretraining.tables import report
 from benchmarks.extension import settings
 from benchmarks.machine import device_of
@@ -50,6 +50,8 @@ def main(arguments: list[str]) -> None:
             integer(name, getattr(options, name))
         if not 0 < options.rate < math.inf:
             raise ValueError(f"rate must be positive and finite, got {options.rate}")
+        if options.most is not None:
+            integer("most", options.most)
         if options.trained is not None:
             integer("trained", options.trained, 256)  # which calibration needs
         chosen = settings.parse(" ".join(options.mods))
@@ -58,10 +60,15 @@ def main(arguments: list[str]) -> None:
         tokenizer = Tokenizer(options.tokenizer or options.model)
         span = options.lengths[-1]
         data = token_file(
-            options.data, tokenizer, options.cache, span=span, held_out=options.held_out
+            options.data,
+            tokenizer,
+            options.cache,
+            span=span,
+            held_out=options.held_out,
+            most=options.most,
         )
-        for setting in chosen:
-            print(run_row(options, setting, data))
+        for file in run_rows(options, chosen, data):
+            print(file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trained", type=int, help="tokens that the model was trained on; default: its config's")
     add("--mods", nargs="+", default=[MODS], metavar="NAME,...", help=f"default: {MODS}")
     add("--data", default="installed", metavar="SOURCE")
+    add("--most", type=int, metavar="N", help="tokens of the source to stop at; default: all")
     add("--data-seed", type=int, default=0, help="of the order of the data")
     add("--cache", default="reports/tokens", metavar="DIR", help="where token files are kept")
     add("--out", default="reports/continued_pretraining", metavar="DIR")

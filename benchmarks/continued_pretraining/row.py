@@ -1,4 +1,4 @@
-"""One row: swap a model's attention, validate it, train it on, and validate it again."""
+"""Rows: swap a model's attention, validate it, train it on, and validate it again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import re
 import time
 from argparse import Namespace
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,47 @@ from benchmarks.machine import machine
 from benchmarks.rows import digest, finish, row_of
 from benchmarks.tokens import TokenFile
 from benchmarks.training import Schedule, accumulated, train
+from score_mods.rotary import Rotary
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _AT_ONCE = 2048  # tokens whose logits exist at once
 _CALIBRATION_TEXTS = 2
 
 
-def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
-    """Make a row and write its JSON.
+def run_rows(options: Namespace, chosen: list[Setting], data: TokenFile) -> Iterator[Path]:
+    """Make a row for each setting and write its JSON.
+
+    Settings that attend alike in training, as RoPE, NTK and YaRN do within the model's own length,
+    are trained once.
 
     Args:
         options: of the command.
-        setting: how the model attends.
+        chosen: how the model attends.
         data: in the model's tokens.
 
-    Returns:
-        The file.
+    Yields:
+        The files.
     """
-    began = time.perf_counter()
-    device = torch.device(options.device)
+    left = []
+    for setting in chosen:
+        made = row_of(*_place(options, setting, data))
+        if made is None:
+            left.append(setting)
+        else:
+            yield made
+    while left:
+        model, _ = load(options.model, options.gguf)
+        refuse_caps(model)
+        model.to(options.device)
+        length = options.trained or model.config.max_position_embeddings
+        trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)
+        alike = [x for x in left if _alike(x, left[0], options.length, trained)]
+        yield from _run(options, alike, data, model, trained)
+        left = [setting for setting in left if setting not in alike]
+
+
+def _place(options: Namespace, setting: Setting, data: TokenFile) -> tuple[Path, dict[str, Any]]:
+    """The folder of a setting's row, and what tells the row from others."""
     settings = {
         "label": setting.label,
         "setting": asdict(setting),
@@ -53,35 +76,53 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
         "data": data.describe(),
     }
     name = re.sub(r"[^\w.=-]+", "_", setting.label)[:80]
-    folder = Path(options.out) / f"{name}-{digest(settings)}"
-    made = row_of(folder, settings)
-    if made is not None:
-        return made
-    folder.mkdir(parents=True, exist_ok=True)
-    model, _ = load(options.model, options.gguf)
-    refuse_caps(model)
-    model.to(device)
-    length = options.trained or model.config.max_position_embeddings
-    trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)
-    batches = data.batches(options.sequences, options.length, options.data_seed)
-    calibrations = _calibrations(model, data, length, folder, settings)
+    return Path(options.out) / f"{name}-{digest(settings)}", settings
 
-    def apply(context: int) -> None:
+
+def _alike(one: Setting, other: Setting, length: int, trained: Trained) -> bool:
+    """Whether two settings are the same in contexts of `length`."""
+    if one.ratio(length, trained) != other.ratio(length, trained):
+        return False
+    if replace(one, rotary=other.rotary, factor=other.factor) != other:
+        return False
+    a, b = (setting.positions(length, trained) for setting in (one, other))
+    if not isinstance(a, Rotary) or not isinstance(b, Rotary) or a.start or b.start:
+        return one == other
+    return a.attention_factor == b.attention_factor and torch.equal(a.frequencies, b.frequencies)
+
+
+def _run(
+    options: Namespace, alike: list[Setting], data: TokenFile, model: Any, trained: Trained
+) -> list[Path]:
+    """Make the rows of settings that train alike; returns their files."""
+    began = time.perf_counter()
+    places = [_place(options, setting, data) for setting in alike]
+    folder, settings = places[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    device = model.device
+    batches = data.batches(options.sequences, options.length, options.data_seed)
+    calibrations = _calibrations(model, data, trained.length, folder, settings)
+
+    def apply(setting: Setting, context: int) -> None:
         impl = "flex" if device.type == "cuda" else "dense"
         setting.apply(model, context, trained, calibrations, impl=impl)
 
-    def validated() -> dict[int, dict[str, float]]:
+    def validated(setting: Setting) -> dict[int, dict[str, float]]:
         found = {}
         for context in options.lengths:
-            apply(context)
+            apply(setting, context)
             held_out = data.validation(context, options.lengths[-1])
             found[context] = validate(model, held_out, options.micro * options.length)
         return found
 
-    row: dict[str, Any] = {"settings": settings, "before": validated()}
+    found: list[dict[str, Any]] = [
+        {"settings": mine, "alike": [x.label for x in alike], "before": validated(setting)}
+        for setting, (_, mine) in zip(alike, places, strict=True)
+    ]
+    earlier = 0.0
     if options.steps:
-        apply(options.length)
-        row["training"] = train(
+        apply(alike[0], options.length)
+        training = train(
             model.train(),
             [_optimizer(model, options.rate)],
             Schedule(options.steps, warmup=options.steps // 10, cooldown=0.5),
@@ -89,15 +130,15 @@ def run_row(options: Namespace, setting: Setting, data: TokenFile) -> Path:
             folder=folder,
             identity=settings,
             seconds=options.seconds,
-            label=setting.label,
+            label=alike[0].label,
         )
+        earlier = training["earlier_seconds"]
         model.eval()
-        row["tokens"] = options.steps * options.sequences * options.length
-        row["after"] = validated()
-    row["machine"] = machine(device)
-    earlier = row["training"]["earlier_seconds"] if options.steps else 0.0
-    row["seconds"] = time.perf_counter() - began + earlier
-    return finish(folder, row)
+        tokens = options.steps * options.sequences * options.length
+        for setting, row in zip(alike, found, strict=True):
+            row |= {"training": training, "tokens": tokens, "after": validated(setting)}
+    ends = {"machine": machine(device), "seconds": time.perf_counter() - began + earlier}
+    return [finish(place, row | ends) for (place, _), row in zip(places, found, strict=True)]
 
 
 def _optimizer(model: Any, rate: float) -> torch.optim.Optimizer:

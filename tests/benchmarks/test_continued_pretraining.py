@@ -123,6 +123,37 @@ def test_rows_hold_what_they_say_and_make_a_table(command, tmp_path, capsys):
         assert (tmp_path / "out" / name).stat().st_size > 200
 
 
+def test_settings_that_attend_alike_in_training_are_trained_once(command, monkeypatch, tmp_path):
+    trained = []
+    real = rows.train
+
+    def counted(*args, **kwargs):
+        trained.append(kwargs["label"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(rows, "train", counted)
+    together = command("rope,alibi,ntk,ssmax,yarn,ssmax:rotary=ntk")
+    assert trained == ["rope", "alibi", "ssmax"]
+    assert together["yarn"]["alike"] == ["rope", "ntk", "yarn"]
+    assert together["yarn"]["training"] == together["rope"]["training"]
+    command("ntk", out=tmp_path / "apart")
+    assert trained[3:] == ["ntk"]
+    apart = json.loads(next((tmp_path / "apart").glob("*.json")).read_text())
+    for when in ("before", "after"):
+        assert together["ntk"][when] == apart[when]
+        assert together["ntk"][when]["64"] == together["rope"][when]["64"]
+        assert together["ntk"][when]["512"] != together["rope"][when]["512"]
+    command("yarn,ntk,rope")
+    assert len(trained) == 4
+
+
+def test_the_source_can_be_read_in_part(command):
+    row = command("rope", steps=0, most=45_000, lengths="64,256")["rope"]
+    data = row["settings"]["data"]
+    assert data["most"] == 45_000
+    assert data["documents"] < 60
+
+
 def test_rows_have_names_that_every_file_system_takes(command, tmp_path):
     command("p_rope*0,ssmax:rotary=ntk*2", steps=0, lengths="64")
     names = [path.name for path in (tmp_path / "out").glob("*.json")]
