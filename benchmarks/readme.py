@@ -69,17 +69,11 @@ def _power(results: str) -> str:
 
 
 def _quality(results: str) -> str:
-    """The experiments, and the tables of those that RESULTS.md has a section of."""
-    there = [name for name in EXPERIMENTS if f"\n## {name}\n" in results]
-    rows = [
-        [f"`{name} {option}`", asked, "below" if name in there else "not yet"]
-        for name, (option, asked) in EXPERIMENTS.items()
-    ]
-    header = ["`python -m benchmarks ...`", "what it asks", "measured"]
-    overview = _markdown([header, *rows], rule="---")
-    return "\n\n".join(
-        [overview, *(f"`{name}`:\n\n{_markdown(_table(results, name))}" for name in there)]
-    )
+    """The experiments and their tables."""
+    rows = [[f"`{name} {option}`", asked] for name, (option, asked) in EXPERIMENTS.items()]
+    overview = _markdown([["`python -m benchmarks ...`", "what it asks"], *rows], rule="---")
+    tables = (f"`{name}`:\n\n{_markdown(_table(results, name))}" for name in EXPERIMENTS)
+    return "\n\n".join([overview, *tables])
 
 
 # The option that names what a row is of, and what is asked.
@@ -100,8 +94,8 @@ EXPERIMENTS = {
     ),
     "in_context": (
         "--method NAME",
-        "power, linear, windowed and softmax attention at 16k: loss by position and by FLOPs, and "
-        "what gates learn",
+        "power, linear, windowed, softmax and scale-invariant attention at 16k: loss by position "
+        "and by FLOPs, and what gates learn",
     ),
 }
 TABLES: dict[str, Callable[[str], str]] = {

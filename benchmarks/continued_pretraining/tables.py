@@ -75,6 +75,8 @@ def _draw(rows: list[Row], lengths: list[str], folder: Path) -> str:
 
     A row without training is drawn where its setting has none with it.
     """
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     name = "loss_by_length.png"
     trained = {row["settings"]["label"] for row in rows if "after" in row}
     shown = [row for row in rows if "after" in row or row["settings"]["label"] not in trained]
@@ -83,7 +85,7 @@ def _draw(rows: list[Row], lengths: list[str], folder: Path) -> str:
     names = [row["settings"]["label"] for row in shown]
     if len(set(names)) < len(names):
         names = [f"{row['settings']['label']}, {row['settings']['steps']} steps" for row in shown]
-    with figure(folder / name, 2, height=3.4) as axes:
+    with figure(folder / name, 2, height=3.8, sharey=True) as axes:
         for ax, when in zip(axes[0], ("before", "after"), strict=True):
             values = {
                 label: [row[when][n]["loss"] if when in row else float("nan") for n in lengths]
@@ -91,5 +93,10 @@ def _draw(rows: list[Row], lengths: list[str], folder: Path) -> str:
             }
             by_length(ax, [int(n) for n in lengths], values, "loss (nats a token)")
             ax.set_title(f"{when} training")
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
+            ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            ax.minorticks_off()
+            ax.label_outer()
         legend(axes[0, 0], names, columns=2, measured="held-out contexts")
     return name

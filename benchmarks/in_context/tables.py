@@ -19,12 +19,13 @@ _FLOOR = -10  # least logarithm of a share that is drawn
 
 
 def report(folder: Path) -> str:
-    """Draw the rows of a folder into it, and return their table in Markdown.
+    """Draw the rows of a folder into it, and return their table in Markdown, the best first.
 
     Raises:
         ValueError: if it has none, or rows of different data, sizes or steps.
     """
-    rows = rows_of(folder, "validation", "flops_per_token")
+    found = rows_of(folder, "validation", "flops_per_token")
+    rows = dict(sorted(found.items(), key=lambda item: item[1]["validation"]["loss"]))
     own = ("method", "seed", "horizons")
     settings = [
         {key: x for key, x in row["settings"].items() if key not in own} for row in rows.values()
@@ -109,6 +110,10 @@ def _draw_losses(rows: dict[str, Row], folder: Path) -> str:
             axes[0, 1].set_ylabel("training loss (nats a token)")
         else:
             axes[0, 1].set_axis_off()
+        for ax in axes.flat:
+            if ax.get_legend() is not None:
+                ax.get_legend().remove()
+        legend(axes[0, 0], rows, columns=3)
     return name
 
 

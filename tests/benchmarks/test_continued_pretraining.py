@@ -1,6 +1,8 @@
 """Rows of a random Llama that reads bytes, what they hold, and the table made of them."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from benchmarks.continued_pretraining import row as rows  # noqa: E402
 from benchmarks.continued_pretraining import tables  # noqa: E402
 from benchmarks.extension.settings import SCORES, Trained, parse  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 TRAINED = 256
 
 
@@ -244,6 +247,15 @@ def test_the_loss_of_a_batch_is_the_models_and_so_are_its_gradients():
         torch.testing.assert_close(loss, want)
         for parameter, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, grad, atol=1e-6, rtol=1e-4)
+
+
+def test_the_results_are_those_of_the_rows_that_are_kept(tmp_path):
+    kept = ROOT / "benchmarks" / "results" / "continued_pretraining"
+    for path in kept.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    lines = [x for x in tables.report(tmp_path).splitlines() if x.startswith("|")]
+    assert len(lines) == 2 + 10
+    assert set(lines) <= set((ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines())
 
 
 def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):

@@ -1,7 +1,9 @@
 """Whole rows at toy size, what they say of the gates, and the table made of them."""
 
 import json
+import shutil
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from benchmarks.in_context import row as rows
 from benchmarks.in_context import tables
 from benchmarks.recurrent_mixers import equal_window
 
+ROOT = Path(__file__).parents[2]
 LENGTH = 128
 
 
@@ -217,6 +220,17 @@ def test_the_slope_is_that_of_a_power_law():
     assert rows._slope(edges, torch.tensor(edges[:-1]).double() ** -0.7) == pytest.approx(-0.7)
     assert rows._slope(edges, -(torch.tensor(edges[:-1]).double() ** 0.3)) == pytest.approx(0.3)
     assert rows._slope([1, 2, 4], torch.ones(2)) is None
+
+
+@pytest.mark.parametrize(("folder", "shown"), [("in_context", 6), ("in_context/untrained", 2)])
+def test_the_results_are_those_of_the_rows_that_are_kept(tmp_path, folder, shown):
+    """Of untrained rows RESULTS.md shows the slopes, which come last."""
+    for path in (ROOT / "benchmarks" / "results" / folder).glob("*.json"):
+        shutil.copy(path, tmp_path)
+    lines = [x for x in tables.report(tmp_path).splitlines() if x.startswith("| `")]
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    assert len(lines) >= shown
+    assert set(lines[-shown:]) <= set(results)
 
 
 def test_mechanisms_are_causal():
