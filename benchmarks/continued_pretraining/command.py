@@ -84,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--trained", type=int, help="tokens that the model was trained on; default: its config's")
     add("--mods", nargs="+", default=[MODS], metavar="NAME,...", help=f"default: {MODS}")
     add("--data", default="installed", metavar="SOURCE")
-    add("--most", type=int, metavar="N", help="tokens of the source to stop at; default: all")
+    add(
+        "--most",
+        type=int,
+        metavar="N",
+        help="tokens of the source to stop soon after; default: all",
+    )
     add("--data-seed", type=int, default=0, help="of the order of the data")
     add("--cache", default="reports/tokens", metavar="DIR", help="where token files are kept")
     add("--out", default="reports/continued_pretraining", metavar="DIR")

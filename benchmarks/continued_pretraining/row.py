@@ -23,10 +23,11 @@ from benchmarks.extension.run import refuse_caps
 from benchmarks.extension.scores import token_losses
 from benchmarks.extension.settings import Setting, Trained
 from benchmarks.machine import machine
-from benchmarks.rows import digest, finish, row_of
+from benchmarks.rows import CHECKPOINT, digest, finish, row_of
 from benchmarks.tokens import TokenFile
 from benchmarks.training import Schedule, accumulated, train
 from score_mods.rotary import Rotary
+from score_mods.two_branch import TwoBranch
 
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _AT_ONCE = 2048  # tokens whose logits exist at once
@@ -37,7 +38,7 @@ def run_rows(options: Namespace, chosen: list[Setting], data: TokenFile) -> Iter
     """Make a row for each setting and write its JSON.
 
     Settings that attend alike in training, as RoPE, NTK and YaRN do within the model's own length,
-    are trained once.
+    are trained once; the `seconds` of each are those of all.
 
     Args:
         options: of the command.
@@ -46,6 +47,9 @@ def run_rows(options: Namespace, chosen: list[Setting], data: TokenFile) -> Iter
 
     Yields:
         The files.
+
+    Raises:
+        ValueError: if the positions of one cannot be had, before any is trained.
     """
     left = []
     for setting in chosen:
@@ -60,7 +64,10 @@ def run_rows(options: Namespace, chosen: list[Setting], data: TokenFile) -> Iter
         model.to(options.device)
         length = options.trained or model.config.max_position_embeddings
         trained = Trained(*plain_rope(model), length, model.config.num_attention_heads)
+        for setting in left:
+            _positions(setting, options.length, trained)
         alike = [x for x in left if _alike(x, left[0], options.length, trained)]
+        alike.sort(key=lambda x: not (_place(options, x, data)[0] / CHECKPOINT).is_file())
         yield from _run(options, alike, data, model, trained)
         left = [setting for setting in left if setting not in alike]
 
@@ -85,10 +92,18 @@ def _alike(one: Setting, other: Setting, length: int, trained: Trained) -> bool:
         return False
     if replace(one, rotary=other.rotary, factor=other.factor) != other:
         return False
-    a, b = (setting.positions(length, trained) for setting in (one, other))
+    a, b = (_positions(setting, length, trained) for setting in (one, other))
     if not isinstance(a, Rotary) or not isinstance(b, Rotary) or a.start or b.start:
         return one == other
     return a.attention_factor == b.attention_factor and torch.equal(a.frequencies, b.frequencies)
+
+
+def _positions(setting: Setting, length: int, trained: Trained) -> Rotary | TwoBranch:
+    """The positions of a setting, whose label an error names."""
+    try:
+        return setting.positions(length, trained)
+    except ValueError as error:
+        raise ValueError(f"mods: {setting.label}: {error}") from None
 
 
 def _run(
@@ -138,7 +153,8 @@ def _run(
         for setting, row in zip(alike, found, strict=True):
             row |= {"training": training, "tokens": tokens, "after": validated(setting)}
     ends = {"machine": machine(device), "seconds": time.perf_counter() - began + earlier}
-    return [finish(place, row | ends) for (place, _), row in zip(places, found, strict=True)]
+    made = [(place, row | ends) for (place, _), row in zip(places, found, strict=True)]
+    return [finish(*row) for row in reversed(made)][::-1]  # the checkpoint is the first's
 
 
 def _optimizer(model: Any, rate: float) -> torch.optim.Optimizer:

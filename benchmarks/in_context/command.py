@@ -1,4 +1,4 @@
-"""Train a small decoder at a long context by mixers with a state of fixed size.
+"""Train a small decoder at a long context by softmax attention, or with a state of fixed size.
 
     python -m benchmarks in_context --method power --horizons 16 16384
     python -m benchmarks in_context table reports/in_context
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    methods = "".join(f"    {name:<8} {what}\n" for name, what in METHODS.items())
+    methods = "".join(f"    {name:<16} {what}\n" for name, what in METHODS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks in_context",
         description=f"{__doc__}\nMethods:\n\n{methods}\n{tokens.__doc__}",

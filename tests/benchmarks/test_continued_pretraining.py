@@ -279,6 +279,36 @@ def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
     assert again["before"] == whole["before"]
 
 
+def test_a_group_goes_on_in_any_order_and_wherever_it_was_killed(command, monkeypatch, tmp_path):
+    whole = command("rope,ntk,yarn")
+    (tmp_path / "out").rename(tmp_path / "whole")
+    real, calls = rows.validate, []
+
+    def killed(*args):
+        calls.append(args)
+        return real(*args) if len(calls) <= 9 else 1 / 0
+
+    monkeypatch.setattr(rows, "validate", killed)
+    with pytest.raises(ZeroDivisionError):
+        command("rope,ntk,yarn")
+    monkeypatch.undo()
+    monkeypatch.setattr(rows, "loss_of_batch", lambda *args: 1 / 0)  # all steps are done
+
+    def finish_one(*args):
+        monkeypatch.setattr(rows, "finish", lambda *args: 1 / 0)
+        return finish(*args)
+
+    finish = rows.finish
+    monkeypatch.setattr(rows, "finish", finish_one)
+    with pytest.raises(ZeroDivisionError):
+        command("yarn,ntk,rope")
+    monkeypatch.setattr(rows, "finish", finish)
+    again = command("ntk,yarn,rope")
+    assert {name: row["after"] for name, row in again.items()} == {
+        name: row["after"] for name, row in whole.items()
+    }
+
+
 def test_refuses_a_model_that_caps_its_logits(command, folder, monkeypatch, capsys):
     capped = llama()
     capped.config.final_logit_softcapping = 30.0
@@ -293,6 +323,7 @@ def test_refuses_a_model_that_caps_its_logits(command, folder, monkeypatch, caps
     [
         ("recent", {}, "mods: recent is no way to attend"),
         ("nothing", {}, "mods: expected some of"),
+        ("rope,self_extend*0.001", {}, "mods: self_extend*0.001: "),
         ("rope", {"lengths": "64,100"}, "lengths must be positive divisors"),
         ("rope", {"rate": -1}, "rate must be positive"),
         ("rope", {"steps": -1}, "steps"),
