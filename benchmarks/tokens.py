@@ -121,7 +121,7 @@ class TokenFile:
             "vocabulary": self.vocabulary,
             "documents": len(sizes),
             "bytes": sum(size for *_, size in self.documents),
-            "training_tokens": len(self._starts(1)),
+            "training_tokens": sum(stop - start - 1 for start, stop in self._runs()),
             "validation": {self.documents[i][0]: sizes[i] for i in self.held_out},
         }
 
@@ -185,14 +185,20 @@ class TokenFile:
         return torch.from_numpy(np.stack(rows))
 
     def _starts(self, length: int) -> np.ndarray:
-        """Where each training sequence starts; those documents that follow each other are one."""
+        """Where each training sequence starts."""
+        return np.concatenate(
+            [np.arange(start, stop - length, length) for start, stop in self._runs()]
+        )
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """First and last token (excluded) of training documents that follow each other."""
         runs: list[tuple[int, int]] = []
         kept = {_package(self.documents[i][0]) for i in self.held_out}
         for name, start, stop, _ in self.documents:
             if _package(name) not in kept:
                 joined = bool(runs) and runs[-1][1] == start
                 runs.append((runs.pop()[0] if joined else start, stop))
-        return np.concatenate([np.arange(start, stop - length, length) for start, stop in runs])
+        return runs
 
 
 def _package(name: str) -> str:
@@ -224,8 +230,9 @@ def token_file(
     Raises:
         ValueError: if there is no such source, or it has not enough long documents.
     """
-    for name, value in (("span", span), ("held_out", held_out)):
-        integer(name, value)
+    for name, value in (("span", span), ("held_out", held_out), ("most", most)):
+        if value is not None:
+            integer(name, value)
     path = Path(source)
     lines_or_shard = path.is_file() and path.suffix in (".jsonl", ".bin")
     if source != "installed" and not path.is_dir() and not lines_or_shard:

@@ -50,8 +50,6 @@ def main(arguments: list[str]) -> None:
             integer(name, getattr(options, name))
         if not 0 < options.rate < math.inf:
             raise ValueError(f"rate must be positive and finite, got {options.rate}")
-        if options.most is not None:
-            integer("most", options.most)
         if options.trained is not None:
             integer("trained", options.trained, 256)  # which calibration needs
         chosen = settings.parse(" ".join(options.mods))

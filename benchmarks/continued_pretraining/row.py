@@ -29,6 +29,8 @@ from benchmarks.training import Schedule, accumulated, train
 from score_mods.rotary import Rotary
 from score_mods.two_branch import TwoBranch
 
+Place = tuple[Path, dict[str, Any]]  # a row's folder, and its settings
+
 LAST = 1024  # tokens at the end of a context whose loss is given by itself
 _AT_ONCE = 2048  # tokens whose logits exist at once
 _CALIBRATION_TEXTS = 2
@@ -51,9 +53,11 @@ def run_rows(options: Namespace, chosen: list[Setting], data: TokenFile) -> Iter
     Raises:
         ValueError: if the positions of one cannot be had, before any is trained.
     """
+    described = data.describe()
+    places = {setting: _place(options, setting, described) for setting in chosen}
     left = []
-    for setting in chosen:
-        made = row_of(*_place(options, setting, data))
+    for setting, place in places.items():
+        made = row_of(*place)
         if made is None:
             left.append(setting)
         else:
@@ -67,12 +71,12 @@ def run_rows(options: Namespace, chosen: list[Setting], data: TokenFile) -> Iter
         for setting in left:
             _positions(setting, options.length, trained)
         alike = [x for x in left if _alike(x, left[0], options.length, trained)]
-        alike.sort(key=lambda x: not (_place(options, x, data)[0] / CHECKPOINT).is_file())
-        yield from _run(options, alike, data, model, trained)
+        alike.sort(key=lambda x: not (places[x][0] / CHECKPOINT).is_file())
+        yield from _run(options, {x: places[x] for x in alike}, data, model, trained)
         left = [setting for setting in left if setting not in alike]
 
 
-def _place(options: Namespace, setting: Setting, data: TokenFile) -> tuple[Path, dict[str, Any]]:
+def _place(options: Namespace, setting: Setting, data: dict[str, Any]) -> Place:
     """The folder of a setting's row, and what tells the row from others."""
     settings = {
         "label": setting.label,
@@ -80,7 +84,7 @@ def _place(options: Namespace, setting: Setting, data: TokenFile) -> tuple[Path,
         **{name: getattr(options, name) for name in ("model", "gguf", "trained", "steps", "rate")},
         **{name: getattr(options, name) for name in ("sequences", "length", "data_seed")},
         "lengths": options.lengths,
-        "data": data.describe(),
+        "data": data,
     }
     name = re.sub(r"[^\w.=-]+", "_", setting.label)[:80]
     return Path(options.out) / f"{name}-{digest(settings)}", settings
@@ -107,12 +111,15 @@ def _positions(setting: Setting, length: int, trained: Trained) -> Rotary | TwoB
 
 
 def _run(
-    options: Namespace, alike: list[Setting], data: TokenFile, model: Any, trained: Trained
+    options: Namespace,
+    alike: dict[Setting, Place],
+    data: TokenFile,
+    model: Any,
+    trained: Trained,
 ) -> list[Path]:
-    """Make the rows of settings that train alike; returns their files."""
+    """Make the rows of settings that train alike, by where they go; returns their files."""
     began = time.perf_counter()
-    places = [_place(options, setting, data) for setting in alike]
-    folder, settings = places[0]
+    first, (folder, settings) = next(iter(alike.items()))
     folder.mkdir(parents=True, exist_ok=True)
     device = model.device
     batches = data.batches(options.sequences, options.length, options.data_seed)
@@ -132,11 +139,11 @@ def _run(
 
     found: list[dict[str, Any]] = [
         {"settings": mine, "alike": [x.label for x in alike], "before": validated(setting)}
-        for setting, (_, mine) in zip(alike, places, strict=True)
+        for setting, (_, mine) in alike.items()
     ]
     earlier = 0.0
     if options.steps:
-        apply(alike[0], options.length)
+        apply(first, options.length)
         training = train(
             model.train(),
             [_optimizer(model, options.rate)],
@@ -145,7 +152,7 @@ def _run(
             folder=folder,
             identity=settings,
             seconds=options.seconds,
-            label=alike[0].label,
+            label=first.label,
         )
         earlier = training["earlier_seconds"]
         model.eval()
@@ -153,7 +160,7 @@ def _run(
         for setting, row in zip(alike, found, strict=True):
             row |= {"training": training, "tokens": tokens, "after": validated(setting)}
     ends = {"machine": machine(device), "seconds": time.perf_counter() - began + earlier}
-    made = [(place, row | ends) for (place, _), row in zip(places, found, strict=True)]
+    made = [(place, row | ends) for (place, _), row in zip(alike.values(), found, strict=True)]
     return [finish(*row) for row in reversed(made)][::-1]  # the checkpoint is the first's
 
 

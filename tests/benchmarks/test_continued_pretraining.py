@@ -258,20 +258,24 @@ def test_the_results_are_those_of_the_rows_that_are_kept(tmp_path):
     assert set(lines) <= set((ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines())
 
 
+def kill_after(validations, monkeypatch, run):
+    real, calls = rows.validate, []
+
+    def killed(*args):
+        calls.append(args)
+        return real(*args) if len(calls) <= validations else 1 / 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "validate", killed)
+        with pytest.raises(ZeroDivisionError):
+            run()
+
+
 def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
     mods = "scale_invariant:rotary=ntk,tau=30"
     (whole,) = command(mods, steps=6).values()
     (tmp_path / "out").rename(tmp_path / "whole")
-    real, calls = rows.validate, []
-
-    def interrupted(*args):
-        calls.append(args)
-        return real(*args) if len(calls) <= 3 else 1 / 0
-
-    monkeypatch.setattr(rows, "validate", interrupted)
-    with pytest.raises(ZeroDivisionError):
-        command(mods, steps=6)
-    monkeypatch.undo()
+    kill_after(3, monkeypatch, lambda: command(mods, steps=6))
     monkeypatch.setattr(rows.time, "perf_counter", lambda: 0.0)
     (again,) = command(mods, steps=6).values()
     assert again["seconds"] == again["training"]["earlier_seconds"] > 0
@@ -282,16 +286,7 @@ def test_a_killed_row_goes_on(command, monkeypatch, tmp_path):
 def test_a_group_goes_on_in_any_order_and_wherever_it_was_killed(command, monkeypatch, tmp_path):
     whole = command("rope,ntk,yarn")
     (tmp_path / "out").rename(tmp_path / "whole")
-    real, calls = rows.validate, []
-
-    def killed(*args):
-        calls.append(args)
-        return real(*args) if len(calls) <= 9 else 1 / 0
-
-    monkeypatch.setattr(rows, "validate", killed)
-    with pytest.raises(ZeroDivisionError):
-        command("rope,ntk,yarn")
-    monkeypatch.undo()
+    kill_after(9, monkeypatch, lambda: command("rope,ntk,yarn"))
     monkeypatch.setattr(rows, "loss_of_batch", lambda *args: 1 / 0)  # all steps are done
 
     def finish_one(*args):
@@ -328,6 +323,7 @@ def test_refuses_a_model_that_caps_its_logits(command, folder, monkeypatch, caps
         ("rope", {"rate": -1}, "rate must be positive"),
         ("rope", {"steps": -1}, "steps"),
         ("rope", {"trained": 0}, "trained must be at least 256"),
+        ("rope", {"most": 0}, "most must be at least 1, got 0"),
         ("rope", {"model": "/nowhere"}, "tokenizer must be"),
         ("rope", {"seconds": 0}, "run again to go on"),
     ],
